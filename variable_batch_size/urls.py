@@ -56,6 +56,17 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     return content
 
 
+def file_names(directory: str | os.PathLike[str]) -> list[str]:
+    """The names of what is in a directory on this machine or at a URL; none if it does not exist."""
+    if not is_url(directory):
+        path = local_path(directory)
+        return [entry.name for entry in path.iterdir()] if path.exists() else []
+    filesystem, inner = filesystem_of(os.fspath(directory))
+    with as_os_error(f"{directory} could not be listed"):
+        found = filesystem.ls(inner, detail=False) if filesystem.exists(inner) else []
+    return [name.rstrip("/").rpartition("/")[2] for name in found]
+
+
 @contextmanager
 def as_os_error(message: str) -> Iterator[None]:
     """Convert the exceptions of a filesystem, of many types, to an OSError with this message and the reason."""

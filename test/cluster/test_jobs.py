@@ -61,10 +61,30 @@ def other(name, checkpoint):
             "jobs must have a checkpoint each, but b and a have s3://x/y",
         ),
         ('[pool]\npolicy = "best"\n' + JOB, r"\[pool\]: `policy` must be one of 'goodput', .*, got 'best'"),
-        ("[pool]\npower = 2\n" + JOB, r"\[pool\]: `power` must be at most 1, got 2"),
+        ("[pool]\npower = 2\n" + JOB, r"\[pool\]: `power` must be from -10 to 1, got 2"),
+        ("[pool]\npower = -inf\n" + JOB, "`power` must be from -10 to 1, got -inf"),
+        ("[pool]\npower = nan\n" + JOB, "`power` must be from -10 to 1, got nan"),
+        ("[pool]\nprice_per_core_hour = 1\n" + JOB, "`worth_per_core_hour` must be a positive number, got None"),
+        ("[pool]\nrequest_nodes = 1\n" + JOB, "`request_nodes` must be true or false, got 1"),
+        ("[pool]\nfailures = 1.5\n" + JOB, "`failures` must be a positive integer, got 1.5"),
+        ("[pool]\nhorizon_seconds = inf\n" + JOB, "`horizon_seconds` must be a positive number, got inf"),
+        (JOB.replace("runs/a", ""), "checkpoint: must be a directory or URL, got ''"),
+        (JOB + "min_cores = true\n", "`min_cores` must be a positive integer, got True"),
+        (JOB + "environment = {RANK = 1}\n", "environment: must be a table of texts"),
+        ("job = 3\n", r"the file must have a \[\[job\]\], got none"),
+        ("pool = 3\n" + JOB, r"\[pool\]: must be a table, got 3"),
         ("[pool]\ninterval_seconds = 0\n" + JOB, "`interval_seconds` must be a positive number, got 0"),
     ],
 )
 def test_mistakes_are_refused_with_their_place(read, text, message):
     with pytest.raises(ValueError, match=message):
         read(text)
+
+
+def test_a_path_and_its_url_are_one_checkpoint_and_marks_of_editors_are_skipped(read, tmp_path):
+    with pytest.raises(ValueError, match="jobs must have a checkpoint each, but b and a have"):
+        read(JOB + other("b", f"file://{tmp_path}/runs/a"))
+    assert read("\ufeff" + JOB)[1][0].name == "a"
+    (tmp_path / "jobs.toml").write_bytes(JOB.encode("utf-16"))
+    with pytest.raises(ValueError, match=r"jobs.toml: the file must be TOML: .*utf-8"):
+        read_cluster(tmp_path / "jobs.toml")

@@ -6,11 +6,12 @@ import signal
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
 import variable_batch_size as vbs
-from variable_batch_size.cluster.processes import LocalPool, Polled
+from variable_batch_size.cluster.processes import Command, LocalPool, Polled
 from variable_batch_size.cluster.run import ClusterRun, read_state
 from variable_batch_size.command.main import main
 from variable_batch_size.policies.hints import HINTS
@@ -35,8 +36,8 @@ def args(*more):
 
 
 class MadeGroup:
-    def __init__(self, cores):
-        self.cores, self.codes, self.is_lost, self.was_stopped = cores, None, False, False
+    def __init__(self, where):
+        self.where, self.codes, self.is_lost, self.was_stopped = where, None, False, False
 
     def poll(self):
         return Polled(self.codes, is_lost=self.is_lost)
@@ -53,10 +54,10 @@ class MadePool:
         self.sizes, self.started, self.requested = list(nodes), [], []
 
     def nodes(self):
-        return self.sizes
+        return {f"node {number}": cores for number, cores in enumerate(self.sizes) if cores}
 
-    def start(self, command, *, cores, num_nodes):
-        self.started.append(MadeGroup(cores))
+    def start(self, command, where):
+        self.started.append(MadeGroup(where))
         return self.started[-1]
 
     def request(self, num_nodes, node_cores):
@@ -84,6 +85,9 @@ def made(tmp_path):
     return make
 
 
+FOUR = {"max_cores": 4, "goodput": (1.0, 1.9, 2.7, 3.5), "throughput": (1.0, 1.9, 2.7, 3.5)}
+
+
 def hint(folder, name, **values):
     known = {"cores": 1, "min_cores": 1, "max_cores": 2, "goodput": (1.0, 1.9), "throughput": (1.0, 1.9)}
     (folder / name).mkdir(exist_ok=True)
@@ -91,20 +95,20 @@ def hint(folder, name, **values):
     (folder / name / HINTS).write_text(json.dumps(hints.as_dict()))
 
 
-def test_a_job_begins_with_its_fewest_cores_and_grows_as_its_hints_know_more(made, tmp_path):
+def test_a_job_begins_with_twice_its_fewest_cores_at_most_and_grows_as_its_hints_know_more(made, tmp_path):
     run, tick = made("interval_seconds = 10", ("a", ""))
     tick()
     (job,), pool = run.jobs, run.pool
-    assert job.cores == 1
-    hint(tmp_path, "a")
+    assert job.cores == 2
+    hint(tmp_path, "a", **FOUR)
     tick(10.0)
     assert pool.started[0].was_stopped and job.state == "stopping" and len(pool.started) == 1
-    pool.started[0].codes = (75,)
+    pool.started[0].codes = (75, 75)
     tick()
     tick()
-    assert job.state == "running" and job.cores == 2 and job.failures == 0
+    assert job.state == "running" and job.cores == 4 and job.failures == 0
     assert job.why == "speed-up 1.00 over an equal share"
-    pool.started[1].codes = (0, 0)
+    pool.started[1].codes = (0, 0, 0, 0)
     tick()
     assert job.state == "done"
 
@@ -155,7 +159,7 @@ def test_failures_with_a_new_checkpoint_between_them_do_not_add_up(made, tmp_pat
 
 
 def test_a_lost_node_lets_its_job_wait_for_the_cores_that_are_left(made):
-    run, tick = made("interval_seconds = 10", ("a", "min_cores = 4"), nodes=(4, 4))
+    run, tick = made("interval_seconds = 10", ("a", "min_cores = 4\nmax_cores = 4"), nodes=(4, 4))
     tick()
     run.pool.started[0].is_lost = True
     run.pool.sizes = [2]
@@ -166,6 +170,99 @@ def test_a_lost_node_lets_its_job_wait_for_the_cores_that_are_left(made):
     tick(10.0)
     tick()
     assert run.jobs[0].state == "running" and run.jobs[0].kills == 1
+
+
+def test_jobs_move_to_other_nodes_if_one_that_needs_a_whole_node_would_not_fit(made, tmp_path):
+    small = [(name, "max_cores = 1") for name in "abcd"]
+    run, tick = made("", *small, ("wide", "min_cores = 2\narrives = 5"), nodes=(2, 2))
+    tick()
+    a, b, c, d, wide = run.jobs
+    assert a.where == b.where != c.where == d.where
+    for job in (a, c):  # a core of each node is free now
+        job.group.codes = (0,)
+    tick(5.0)
+    stopping = [job for job in (b, d) if job.state == "stopping"]
+    assert len(stopping) == 1 and wide.state == "waiting"
+    stopping[0].group.codes = (75,)
+    tick()
+    assert [b.cores, d.cores, wide.cores] == [1, 1, 2] and len(wide.where) == 1 and b.where == d.where != wide.where
+
+
+def test_a_job_that_ends_as_if_it_was_stopped_but_was_not_is_given_up_in_the_end(made):
+    run, tick = made("failures = 1", ("a", ""))
+    for _ in range(20):
+        tick()
+        if run.jobs[0].group is not None:
+            run.pool.started[-1].codes = (75,)
+    assert run.jobs[0].state == "failed" and run.jobs[0].starts == 11
+
+
+def test_a_job_waits_for_more_cores_than_there_are_by_its_hints_and_tells_it(made, tmp_path):
+    hint(tmp_path, "a", min_cores=5, max_cores=5, goodput=(0.0,) * 4 + (1.0,), throughput=(0.0,) * 4 + (1.0,))
+    run, tick = made("interval_seconds = 1", ("a", ""), ("b", "max_cores = 1"))
+    tick()
+    assert [job.cores for job in run.jobs] == [0, 1]
+    assert run.jobs[0].why == "waits: it needs at least 5 cores, which no nodes have now"
+    run.pool.sizes = [8]
+    tick(1.0)
+    assert run.jobs[0].cores == 5
+
+
+def test_no_job_has_more_cores_than_its_user_allows_whatever_its_hints_say(made, tmp_path):
+    hint(tmp_path, "a", min_cores=3, max_cores=3, goodput=(0.0, 0.0, 1.0), throughput=(0.0, 0.0, 1.0))
+    run, tick = made("", ("a", "max_cores = 2"))
+    tick()
+    assert 1 <= run.jobs[0].cores <= 2
+
+
+def test_hints_that_become_known_cause_a_decision_at_once(made, tmp_path):
+    run, tick = made("interval_seconds = 1000", ("a", ""))
+    tick()
+    hint(tmp_path, "a", **FOUR)
+    tick(1.0)
+    assert run.jobs[0].state == "stopping"
+
+
+def test_a_job_at_a_url_has_hints_and_checkpoints(tmp_path):
+    path, now = written(tmp_path, "interval_seconds = 10", ("a", "")), [0.0]
+    path.write_text(path.read_text().replace('checkpoint = "a"', 'checkpoint = "memory://pool/a"'))
+    run = ClusterRun(path, MadePool(4), tmp_path / "out", clock=lambda: now[0])
+    (job,) = run.jobs
+    run.tick()
+    assert (job.newest(), job.hints, job.problem) == ("", None, "")
+    files = fsspec.filesystem("memory")
+    hints = vbs.policies.Hints(cores=1, min_cores=1, **FOUR)
+    files.pipe({"/pool/a/hints.json": json.dumps(hints.as_dict()).encode(), "/pool/a/step-000000003.pt": b""})
+    now[0] = 10.0
+    run.tick()
+    assert job.newest() == "step-000000003.pt" and job.hints == hints and job.state == "stopping"
+
+
+def test_a_job_with_the_checkpoint_of_one_that_has_not_ended_does_not_arrive(made, tmp_path, caplog):
+    run, tick = made("", ("a", ""))
+    tick()
+
+    def rename(number):
+        text = written(tmp_path, "", ("b", "")).read_text()
+        run.path.write_text(text.replace('checkpoint = "b"', 'checkpoint = "a"'))
+        os.utime(run.path, ns=(number, number))
+        tick()
+
+    rename(1)
+    assert "job b must have a checkpoint of its own, got that of a" in caplog.text and len(run.jobs) == 1
+    run.pool.started[0].codes = (0,)
+    tick()
+    rename(2)
+    assert [job.spec.name for job in run.jobs] == ["a", "b"]
+
+
+def test_other_settings_of_a_job_that_has_arrived_are_told_to_be_without_effect(made, tmp_path, caplog):
+    run, tick = made("", ("a", ""))
+    tick()
+    written(tmp_path, "", ("a", "max_cores = 1"))
+    os.utime(run.path, ns=(1, 1))
+    tick()
+    assert "job a keeps the settings with which it has arrived" in caplog.text
 
 
 def test_jobs_that_are_added_to_the_file_arrive_and_a_mistake_in_it_changes_nothing(made, tmp_path, caplog):
@@ -192,6 +289,10 @@ def test_a_truncated_hints_file_is_told_and_the_job_goes_on(made, tmp_path):
     tick(1.0)
     assert run.jobs[0].state == "running"
     assert run.jobs[0].problem.endswith("hints must be a JSON object, got a truncated or damaged file")
+    path.unlink()
+    path.mkdir()
+    tick(1.0)
+    assert run.jobs[0].state == "running" and "Is a directory" in run.jobs[0].problem
 
 
 def test_a_job_that_needs_more_cores_than_there_are_is_refused(made):
@@ -215,7 +316,7 @@ def test_status_shows_what_the_pool_has_written_and_the_page_is_escaped(made, tm
     tick()
     assert main(["cluster", "status", str(run.out)]) == 0
     shown = capsys.readouterr().out
-    assert "1 of 4 cores on 1 nodes are in use by the policy goodput" in shown and "running" in shown
+    assert "2 of 4 cores on 1 nodes are in use by the policy goodput" in shown and "running" in shown
     page = (run.out / "index.html").read_text()
     assert "vbs cluster run &lt;jobs&gt;" in page and "<jobs>" not in page
     (run.out / "state.json").write_text("{}")
@@ -225,6 +326,26 @@ def test_status_shows_what_the_pool_has_written_and_the_page_is_escaped(made, tm
 
 
 # -------------------------------------------------------------------------------------------------- with real processes
+
+
+def test_processes_end_with_the_code_of_the_first_that_fails_and_have_ranks_of_their_own(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "print(os.environ['RANK'], os.environ['MINE'], flush=True)\n"
+        "if sys.argv[1] == os.environ['RANK']:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60)\n"
+    )
+    group = LocalPool(2).start(Command([str(script), "1"], str(tmp_path), {"RANK": "7", "MINE": "x"}), {"local": 2})
+    output, polled = b"", Polled(None)
+    while polled.codes is None:
+        polled = group.poll()
+        output += polled.output
+        time.sleep(0.02)
+    assert polled.codes == (-9,)  # not that of the other one, which was ended
+    assert group.pids() == [] and b"7" not in output and b"1 x\n" in output
+    group.kill()
 
 
 @pytest.fixture(scope="module")

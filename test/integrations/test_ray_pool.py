@@ -5,11 +5,14 @@ import signal
 import time
 from types import SimpleNamespace
 
+import cluster_job
 import pytest
 import ray
+import torch
 from documents import ROOT
 from ray.cluster_utils import Cluster
 from ray.tune.execution.placement_groups import PlacementGroupFactory
+from torch.testing import assert_close
 
 import variable_batch_size as vbs
 from variable_batch_size.cluster.run import ClusterRun
@@ -51,6 +54,13 @@ def test_trials_of_tune_share_cores_by_goodput(monkeypatch):
     assert goodput_allocation(controller, trials[0], {"hints": scales}, None).required_resources == {"CPU": 3}
     assert goodput_allocation(controller, trials[1], {"hints": does_not}, None) is None
     assert goodput_allocation(controller, trials[1], {}, None) is None
+    trials[0].placement_group_factory = PlacementGroupFactory([{"CPU": 1, "GPU": 1}])
+    assert goodput_allocation(controller, trials[0], {"hints": scales}, None).bundles == [{"CPU": 3, "GPU": 1}]
+    trials[0].placement_group_factory = PlacementGroupFactory([{"CPU": 1}, {"GPU": 1}])
+    assert goodput_allocation(controller, trials[0], {"hints": scales}, None) is None
+    with pytest.raises(ValueError, match="hints of trial a: max_cores: must be a positive integer, got null"):
+        goodput_allocation(controller, trials[0], {"hints": {**scales, "max_cores": None}}, None)
+    trials[0] = trial("a", 1, scales)
     trials.pop()
     assert goodput_allocation(controller, trials[0], {"hints": scales}, None).required_resources == {"CPU": 4}
 
@@ -64,17 +74,21 @@ def test_a_job_over_two_nodes_survives_a_killed_worker_and_a_node_that_leaves(cl
     pool = RayPool()
     run = ClusterRun(tmp_path / "jobs.toml", pool, tmp_path / "out")
     (job,) = run.jobs
-    assert sorted(pool.nodes()) == [1, 1]
-    steps, end = iter(("kill", "leave")), time.monotonic() + 600
+    assert list(pool.nodes().values()) == [1, 1]
+    steps, end, sizes = iter(("kill", "leave")), time.monotonic() + 600, []
     while job.state not in ("done", "failed") and time.monotonic() < end:
         run.tick()
         if job.state == "running" and job.newest() != job.mark:
+            sizes.append(len(job.where))
             step = next(steps, None)
             if step == "kill":
                 os.kill(job.group.worker_pids()[0], signal.SIGKILL)
             elif step == "leave":
                 cluster.remove_node(cluster.second_node, allow_graceful=False)
         time.sleep(0.1)
-    assert job.state == "done" and job.kills >= 1
-    assert pool.nodes() == [1]
-    assert (tmp_path / "a" / "weights.pt").exists()
+    assert job.state == "done" and job.kills >= 2
+    assert sizes[0] == 2 and sizes[-1] == 1
+    assert list(pool.nodes().values()) == [1]
+    trace = str(tmp_path / "a" / "executed.csv")
+    cluster_job.main(cluster_job.parser.parse_args(["--checkpoint", str(tmp_path / "alone"), "--trace", trace]))
+    assert_close(*(torch.load(tmp_path / where / "weights.pt") for where in ("a", "alone")), rtol=0.0, atol=1e-12)

@@ -1,6 +1,7 @@
 """A simulated pool: hand-computed times, the readers of the artifact's files, and policies on recorded jobs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ def hinted(folder, **applications):
     """Applications with these goodputs on 1, 2, … cores and these goals."""
     for name, (goodput, goal) in applications.items():
         (folder / name).mkdir()
+        fewest = 1 + sum(speed == 0 for speed in goodput)
         hints = vbs.policies.Hints(
-            cores=1,
-            min_cores=1,
+            cores=fewest,
+            min_cores=fewest,
             max_cores=len(goodput),
             goodput=goodput,
             throughput=goodput,
@@ -56,6 +58,41 @@ def test_resized_jobs_lose_the_time_of_a_restart(tmp_path):
     done = 2 * (100 - 2) + (60 - 2)
     assert long.ended == pytest.approx(160 + 2 + (1000 - done) / 2) and long.restarts == 2
     assert [cores for _, _, cores in long.spans] == [2, 1, 2]
+
+
+def test_a_job_that_has_not_run_yet_begins_with_twice_its_fewest_cores_at_most(tmp_path):
+    speeds = (1.0, 2.0, 3.0, 4.0)
+    (run,) = simulate_cluster(
+        submitted((0.0, "a")), hinted(tmp_path, a=(speeds, 100.0)), [4], interval_seconds=10.0
+    ).runs
+    # a start takes 2 seconds: 8 seconds on two cores, then all
+    assert [cores for _, _, cores in run.spans] == [2, 4] and run.ended == pytest.approx(12 + (100 - 8 * 2) / 4)
+
+
+def test_jobs_that_need_several_cores_are_simulated_with_them(tmp_path):
+    applications = hinted(tmp_path, a=((0.0, 0.0, 3.0, 4.0), 30.0))
+    for policy in ("goodput", "fifo", "equal", "shortest"):
+        found = simulate_cluster(submitted((0.0, "a"), (0.0, "a")), applications, [4], policy=policy)
+        assert {cores for run in found.runs for _, _, cores in run.spans} <= {3, 4}, policy
+    with pytest.raises(ValueError, match="job job 0 needs at least 3 cores, but the pool has 2 cores on 1 node"):
+        simulate_cluster(submitted((0.0, "a")), applications, [2])
+
+
+def test_a_run_that_was_slower_before_is_simulated_at_its_mean_speed(tmp_path):
+    known = {"cores": 1, "min_cores": 1, "max_cores": 2, "goodput": (4.0, 6.0), "throughput": (4.0, 6.0)}
+    ended = vbs.policies.Hints(**known, progress=100.0, progress_goal=100.0, seconds=(20.0, 20.0), restart_seconds=1.0)
+    # 20 s on one core and 20 s on two, which would have brought 200 at the speeds of its end
+    assert (ended.mean_speed(1), ended.mean_speed(2)) == (2.0, 3.0)
+    half = replace(ended, progress=50.0, seconds=(25.0, 0.0))  # 25 s, and 12.5 more at the speed of now
+    assert half.mean_speed(1) == pytest.approx(100 / 37.5)
+    for hints in (replace(ended, seconds=None), replace(ended, progress=0.0, seconds=(1.0, 0.0))):
+        assert hints.mean_speed(1) == 4.0
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "hints.json").write_text(json.dumps(ended.as_dict()))
+    (run,) = simulate_cluster(
+        submitted((0.0, "a")), read_applications(tmp_path, ["a"]), [2], policy="fifo", interval_seconds=10.0
+    ).runs
+    assert run.ended == pytest.approx(1 + 100 / 3)
 
 
 def test_a_recorded_application_has_the_times_and_the_noise_of_its_files():

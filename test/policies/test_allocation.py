@@ -87,17 +87,17 @@ def test_the_integer_program_finds_what_a_search_finds_and_the_greedy_gap_is_tru
     share = max(1.0, sum(nodes) / len(jobs))
 
     def restart_share(job, cores):
-        left = 600.0 if job.work is None else max(min(600.0, job.work / job.speed(cores)), 1e-9)
-        return job.restart_seconds / left
+        left = math.inf if job.work is None else job.restart_seconds + job.work / job.speed(cores)
+        return job.restart_seconds / max(job.restart_seconds, min(600.0, left), 1e-9)
 
     def value(job, cores):
         fair = job.speed(max(share, job.min_cores))
         least = 0.0 if power > 0 else 0.5 * min(job.speeds[job.min_cores - 1 :]) / fair
         speedup = job.speed(cores) / fair
         if job.cores and cores != job.cores:
-            speedup *= max(0.0, 1 - restart_share(job, cores))
+            speedup *= 1 - restart_share(job, cores)
         f = math.log if power == 0 else lambda s: (s**power - 1) / power
-        kept = 1 + min(1.0, restart_share(job, job.cores)) if job.cores else 1.0
+        kept = 1 + restart_share(job, job.cores) if job.cores else 1.0
         return kept * (f(max(speedup, least)) - f(least))
 
     sizes = {number for node in set(nodes) for number in slots(node, Counter(nodes)[node])}
@@ -149,6 +149,12 @@ def test_a_job_that_is_about_to_end_is_not_stopped_for_one_of_unknown_length():
     assert allocate([Job(name="unknown", speeds=(1.0, 1.5)), ending], [1]).cores == {"ending": 1}
 
 
+def test_a_job_that_slows_down_on_more_cores_is_worth_no_more_than_others():
+    slows, scales = Job(name="slows", speeds=(1.0, 0.2), work=500.0), Job(name="scales", speeds=(1.0, 1.9), work=100.0)
+    assert allocate([slows, scales], [1]).cores == {"scales": 1}
+    assert allocate([slows], [2]).cores == {"slows": 1}
+
+
 def test_the_pool_that_pays_off_most_is_suggested():
     jobs = [Job(name="a", speeds=(1.0, 1.9, 2.6, 3.0)), Job(name="b", speeds=(1.0, 1.2))]
     # one core more brings 1, 1, 0.9, 0.7, 0.4, 0.2
@@ -166,6 +172,10 @@ def test_the_pool_that_pays_off_most_is_suggested():
 def test_a_restart_must_pay_off_within_the_horizon():
     jobs = [Job(name="a", speeds=(1.0, 1.5), cores=1, restart_seconds=100.0)]
     assert [allocate(jobs, [2], horizon_seconds=horizon).cores["a"] for horizon in (250.0, 350.0)] == [1, 2]
+    # 30 s more on one core; on two, 10 s for the restart and then 20 s
+    for work, cores in ((29.0, 1), (31.0, 2)):
+        job = Job(name="a", speeds=(1.0, 1.5), cores=1, restart_seconds=10.0, work=work)
+        assert allocate([job], [2]).cores == {"a": cores}
 
 
 def test_on_several_nodes_a_job_has_a_part_of_one_or_whole_ones():
@@ -210,7 +220,7 @@ def test_jobs_stay_where_they_are_unless_others_would_not_fit():
             lambda: check_fits([Job(name="a", speeds=(1,) * 9, min_cores=9)], [4, 4]),
             "at least 9 cores, but the pool has 8 cores on 2 nodes",
         ),
-        (lambda: allocate([], [2], power=1.5), "`power` must be at most 1, got 1.5"),
+        (lambda: allocate([], [2], power=1.5), "`power` must be from -10 to 1, got 1.5"),
         (lambda: allocate([Job(name="a", speeds=(1,))] * 2, [2]), "jobs must have different names, got 'a' twice"),
         (lambda: Job(name="a", speeds=(0.0, 0.0)), "job a: `speeds` must be non-negative and not all 0"),
         (lambda: Job(name="a", speeds=(1.0,), min_cores=2), "job a: `min_cores` must be at most 1, got 2"),

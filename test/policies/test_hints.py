@@ -150,6 +150,13 @@ def test_a_run_writes_hints_beside_its_checkpoints(tmp_path):
     assert hints.seconds_left(1) == pytest.approx((2560 - hints.samples) / hints.throughput[0])
     assert hints.restart_seconds > 0
     assert optimizer.hints()["progress"] == pytest.approx(hints.progress)
+    assert hints.seconds[0] > 0 == hints.seconds[1]
+    resumed = trained(tmp_path, vbs.Autoscale(max_batch_size=32, every=4, lead=2), num_epochs=11)
+    state = resumed.state_dict()
+    assert resumed.hints()["seconds"][0] > hints.seconds[0]
+    del state["variable_batch_size"]["deciding"]["spent"]  # as of earlier versions
+    resumed.load_state_dict(state)
+    assert resumed.hints()["seconds"] is None
 
 
 def test_a_run_that_ends_by_progress_hints_at_it(tmp_path):

@@ -17,7 +17,8 @@ from variable_batch_size.checks import (
     import_extra,
     refuse,
 )
-from variable_batch_size.policies.allocation import ALLOCATIONS
+from variable_batch_size.policies.allocation import ALLOCATIONS, check_power
+from variable_batch_size.urls import is_url, local_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,8 @@ def read_cluster(path: str | os.PathLike[str]) -> tuple[PoolSpec, list[JobSpec]]
     name = os.fspath(path)
     toml = import_extra("tomllib" if sys.version_info >= (3, 11) else "tomli", "reading TOML needs tomli", "cluster")
     try:
-        found = toml.loads(Path(path).read_text(encoding="utf-8"))
-    except toml.TOMLDecodeError as error:
+        found = toml.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{name}: the file must be TOML: {error}") from None
     _check_names(found, ("pool", "job"), name)
     pool = _made(PoolSpec, found.get("pool", {}), f"{name}: [pool]")
@@ -121,8 +122,11 @@ def _job(values: Any, place: str, folder: Path) -> JobSpec:
     script = (folder / spec.script).resolve()
     if not script.is_file():
         refuse(f"{place}: script", "must be an existing file", script)
-    is_url = "://" in spec.checkpoint
-    where = spec.checkpoint.rstrip("/") if is_url else str((folder / spec.checkpoint).resolve())
+    if not spec.checkpoint:
+        refuse(f"{place}: checkpoint", "must be a directory or URL", "''")
+    with _at(f"{place}: checkpoint"):
+        is_remote = is_url(spec.checkpoint)
+    where = spec.checkpoint.rstrip("/") if is_remote else str((folder / local_path(spec.checkpoint)).resolve())
     return JobSpec(**{**vars(spec), "script": str(script), "checkpoint": where, "args": tuple(spec.args)})
 
 
@@ -135,11 +139,12 @@ def _check_pool(pool: PoolSpec, place: str) -> None:
             backoff_seconds=pool.backoff_seconds,
         )
         check_positive(failures=pool.failures, max_nodes=pool.max_nodes)
-        if not pool.power <= 1:
-            raise ValueError(f"`power` must be at most 1, got {pool.power!r}")
-        for key in ("price_per_core_hour", "worth_per_core_hour"):
-            if getattr(pool, key) is not None:
-                check_positive_number(**{key: getattr(pool, key)})
+        check_power(pool.power)
+        if not isinstance(pool.request_nodes, bool):
+            raise ValueError(f"`request_nodes` must be true or false, got {pool.request_nodes!r}")
+        prices = {key: getattr(pool, key) for key in ("price_per_core_hour", "worth_per_core_hour")}
+        if set(prices.values()) != {None}:
+            check_positive_number(**prices)
 
 
 class _at:

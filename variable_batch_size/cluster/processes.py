@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from variable_batch_size.checks import check_positive
 
+STOPPED = 75  # vbs.EXIT_STOPPED, which imports torch
 # a process that outlives the one that has started it would go on to write checkpoints; exec keeps the setting
 _WRAPPER = """
 import ctypes, os, signal, sys
@@ -36,7 +37,7 @@ class Command(NamedTuple):
 class Polled(NamedTuple):
     """The state of a job's processes."""
 
-    codes: tuple[int, ...] | None  # exit codes, negative for signals; None while all run
+    codes: tuple[int, ...] | None  # exit codes, negative for signals, without those that were killed after an error
     output: bytes = b""  # new since the last poll
     is_lost: bool = False  # whether their node or worker has gone
 
@@ -49,13 +50,12 @@ class Processes:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._read = 0
 
-    def address(self) -> tuple[str, int]:
-        """Of this node, with a free port."""
+    def free_port(self) -> int:
         with socket.socket() as free:
             free.bind(("", 0))
-            return socket.gethostbyname(socket.gethostname()), free.getsockname()[1]
+            return int(free.getsockname()[1])
 
-    def start(self, command: Command, *, cores: int, first_rank: int, world_size: int, master: tuple[str, int]) -> None:
+    def start(self, command: Command, *, cores: int, first_rank: int, world_size: int, host: str, port: int) -> None:
         """Start a process for each core of this node; ``vbs.launch`` in the script then joins them."""
         for local_rank in range(cores):
             variables = {
@@ -63,16 +63,15 @@ class Processes:
                 "LOCAL_RANK": str(local_rank),
                 "WORLD_SIZE": str(world_size),
                 "LOCAL_WORLD_SIZE": str(cores),
-                "MASTER_ADDR": master[0],
-                "MASTER_PORT": str(master[1]),
+                "MASTER_ADDR": host,
+                "MASTER_PORT": str(port),
                 "TORCHELASTIC_RUN_ID": "vbs-cluster",
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             }
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, "-c", _WRAPPER, str(os.getpid()), *command.arguments],
                     cwd=command.directory,
-                    env={**os.environ, **variables, **command.environment},
+                    env={"OMP_NUM_THREADS": "1", **os.environ, **command.environment, **variables},
                     stdin=subprocess.DEVNULL,
                     stdout=self._output,
                     stderr=subprocess.STDOUT,
@@ -80,17 +79,15 @@ class Processes:
             )
 
     def poll(self) -> Polled:
-        codes = [process.poll() for process in self._processes]
-        if any(code not in (None, 0) for code in codes):
-            # a core that was stopped waits for the others, which end too; after an error they would wait for ever
-            is_stopped = all(code in (None, 0, 75) for code in codes)
-            if not is_stopped:
-                self._end_all()
-            codes = [process.poll() for process in self._processes]
+        codes = [code for process in self._processes if (code := process.poll()) is not None]
+        # a core that was stopped waits for the others, which end too; after an error they would wait for ever
+        has_failed = any(code not in (0, STOPPED) for code in codes)
+        if has_failed:
+            self._end_all()
         self._output.seek(self._read)
         output = self._output.read()
         self._read += len(output)
-        return Polled(None if None in codes else tuple(code for code in codes if code is not None), output)
+        return Polled(tuple(codes) if has_failed or len(codes) == len(self._processes) else None, output)
 
     def stop(self) -> None:
         """Ask all processes to save and exit."""
@@ -126,12 +123,12 @@ class Group(Protocol):
 class Pool(Protocol):
     """Cores on nodes."""
 
-    def nodes(self) -> list[int]:
-        """The cores of each node, of those that are there now."""
+    def nodes(self) -> dict[str, int]:
+        """The cores of each node that is there now, by its name."""
         ...
 
-    def start(self, command: Command, *, cores: int, num_nodes: int) -> Group | None:
-        """Start a job on so many cores of so many nodes; None if these are not free yet."""
+    def start(self, command: Command, where: Mapping[str, int]) -> Group:
+        """Start a job on so many cores of each of these nodes."""
         ...
 
     def request(self, num_nodes: int, node_cores: int) -> None:
@@ -148,13 +145,13 @@ class LocalPool:
         check_positive(cores=cores)
         self._cores = cores
 
-    def nodes(self) -> list[int]:
-        return [self._cores]
+    def nodes(self) -> dict[str, int]:
+        return {"local": self._cores}
 
-    def start(self, command: Command, *, cores: int, num_nodes: int) -> Group | None:
-        processes = Processes()
+    def start(self, command: Command, where: Mapping[str, int]) -> Group:
+        processes, (cores,) = Processes(), where.values()
         options: dict[str, Any] = {"cores": cores, "first_rank": 0, "world_size": cores}
-        processes.start(command, master=("127.0.0.1", processes.address()[1]), **options)
+        processes.start(command, host="127.0.0.1", port=processes.free_port(), **options)
         return processes
 
     def request(self, num_nodes: int, node_cores: int) -> None:

@@ -14,17 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from variable_batch_size.cluster.jobs import JobSpec, read_cluster
-from variable_batch_size.cluster.processes import Command, Group, Polled, Pool, kill_quietly
+from variable_batch_size.cluster.processes import STOPPED, Command, Group, Polled, Pool, kill_quietly
 from variable_batch_size.files import write_text
 from variable_batch_size.planning.cluster_report import state_page
-from variable_batch_size.policies.allocation import ALLOCATIONS, Allocation, Job, check_fits, slots, suggest_nodes
-from variable_batch_size.policies.hints import HINTS, Hints
+from variable_batch_size.policies.allocation import (
+    ALLOCATIONS,
+    Allocation,
+    Job,
+    check_fits,
+    place,
+    slots,
+    suggest_nodes,
+)
+from variable_batch_size.policies.hints import EXPLORED, HINTS, Hints
+from variable_batch_size.urls import file_names, is_url
 
 logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 EXPECTED, WAITING, RUNNING, STOPPING, DONE, FAILED = "expected", "waiting", "running", "stopping", "done", "failed"
-_STOPPED = 75  # vbs.EXIT_STOPPED, which imports torch
 _SIGTERM = -15  # before the script listens for it
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_STOP = 120.0
@@ -39,7 +47,7 @@ class Managed:
 
     spec: JobSpec
     state: str = EXPECTED
-    cores: int = 0
+    where: dict[str, int] = field(default_factory=dict)  # its cores on each node
     arrived: float | None = None  # seconds after the start of the pool, like all times here
     ended: float | None = None
     not_before: float = 0.0  # of the next start, after a failure
@@ -55,35 +63,47 @@ class Managed:
     spans: list[list[float]] = field(default_factory=list)  # begin, end and cores
 
     @property
+    def cores(self) -> int:
+        return sum(self.where.values())
+
+    @property
     def is_open(self) -> bool:
         return self.state in (WAITING, RUNNING, STOPPING)
 
+    @property
+    def is_measured(self) -> bool:
+        return self.hints is not None and self.hints.goodput is not None
+
     def newest(self) -> str:
-        """The name of its newest checkpoint."""
-        names = [path.name for path in Path(self.spec.checkpoint).glob("step-*") if not path.name.endswith(".tmp")]
-        return max(names, default="")
+        """The name of its newest checkpoint; that of its start if the directory cannot be read."""
+        try:
+            names = file_names(self.spec.checkpoint)
+        except OSError as error:
+            self.problem = str(error)
+            return self.mark
+        return max((name for name in names if name.startswith("step-") and not name.endswith(".tmp")), default="")
 
     def read_hints(self) -> None:
-        path = Path(self.spec.checkpoint) / HINTS
         try:
-            if path.exists():
-                self.hints = Hints.read(path)
-        except ValueError as error:  # the run writes them again
+            if HINTS in file_names(self.spec.checkpoint):
+                self.hints = Hints.read(f"{self.spec.checkpoint}/{HINTS}")
+        except (OSError, ValueError) as error:  # the run writes them again
             self.problem = str(error)
 
     def as_job(self, num_cores: int, *, explores: bool) -> Job:
         """What the allocation sees: with `explores`, only the numbers of cores that its hints know something about."""
-        spec, hints = self.spec, self.hints
+        spec, hints = self.spec, self.hints if self.is_measured else None
         most = min(spec.max_cores or num_cores, max(num_cores, spec.min_cores))
-        if hints is not None and hints.goodput is not None and hints.speed(hints.max_cores) > 0:
+        least, speeds = spec.min_cores, list[float]()
+        if hints is not None:
+            least = max(least, min(hints.min_cores, spec.max_cores or hints.min_cores))
             most = min(most, hints.max_cores) if explores else most
-            least = max(spec.min_cores, hints.min_cores)
             speeds = [hints.speed(cores) for cores in range(1, max(most, least) + 1)]
-        else:
-            has_no_policy = hints is None and self.newest() != ""
-            most = most if has_no_policy or not explores else spec.min_cores
-            least, speeds = spec.min_cores, [cores**0.5 for cores in range(1, most + 1)]
-            hints = None
+        if not any(speeds):
+            has_no_policy = self.hints is None and self.newest() != ""
+            least, hints = spec.min_cores, None
+            most = most if has_no_policy or not explores else min(most, EXPLORED * least)
+            speeds = [cores**0.5 for cores in range(1, most + 1)]
         return Job(
             name=spec.name,
             speeds=speeds,
@@ -109,7 +129,7 @@ class ClusterRun:
         self._version = path.stat().st_mtime_ns
         self._decided_at = -float("inf")
         self._is_due = True  # whether something has happened that changes the decision
-        self._wanted: Mapping[str, int] = {}
+        self._wanted: dict[str, dict[str, int]] = {}  # the cores on each node
         self._nodes = pool.nodes()
         for job in self.jobs:
             self._check(job.spec)
@@ -138,7 +158,7 @@ class ClusterRun:
     def stop(self) -> None:
         """Let all jobs save and exit; the same file resumes them."""
         for job in self.jobs:
-            self._request_stop(job, "the pool is stopped")
+            self._request_stop(job)
         while any(job.group is not None for job in self.jobs):
             self._look()
             time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -153,54 +173,75 @@ class ClusterRun:
         if self._is_due or self.now - self._decided_at >= self.spec.interval_seconds:
             self._decide()
         for job in self.jobs:
-            if job.state == RUNNING and self._wanted.get(job.spec.name, 0) != job.cores:
-                self._request_stop(job, job.why)
+            if job.state == RUNNING and self._wanted.get(job.spec.name) != job.where:
+                self._request_stop(job)
         for job in self.jobs:
-            if job.state == WAITING and self._wanted.get(job.spec.name, 0) and self.now >= job.not_before:
+            if job.state == WAITING and job.spec.name in self._wanted and self.now >= job.not_before:
                 self._start(job, self._wanted[job.spec.name])
 
     def _read_again(self) -> None:
         """Add the jobs that the file has now in addition; a mistake in it is logged and changes nothing."""
-        version = self.path.stat().st_mtime_ns if self.path.exists() else self._version
-        if version == self._version:
-            return
-        self._version = version
         try:
+            version = self.path.stat().st_mtime_ns
+            if version == self._version:
+                return
+            self._version = version
             _, specs = read_cluster(self.path)
-            known = {job.spec.name for job in self.jobs}
+            known = {job.spec.name: job.spec for job in self.jobs}
             added = [spec for spec in specs if spec.name not in known]
             for spec in added:
                 self._check(spec)
             self.jobs += [Managed(spec) for spec in added]
-        except ValueError as error:
-            logger.warning("no jobs were added: %s", error)
+            for spec in specs:
+                if spec != known.get(spec.name, spec):
+                    logger.warning("job %s keeps the settings with which it has arrived", spec.name)
+        except (OSError, ValueError) as error:
+            if not isinstance(error, FileNotFoundError):  # an editor may be about to replace it
+                logger.warning("no jobs were added: %s", error)
 
     def _check(self, spec: JobSpec) -> None:
-        """Reject a job that needs more cores than there are."""
-        check_fits([Job(name=spec.name, speeds=[1.0] * spec.min_cores, min_cores=spec.min_cores)], self.pool.nodes())
+        """Reject a job that needs more cores than there are, or has the checkpoint of one that has not ended."""
+        job = Job(name=spec.name, speeds=[1.0] * spec.min_cores, min_cores=spec.min_cores)
+        check_fits([job], list(self.pool.nodes().values()))
+        for other in (one for one in self.jobs if one.spec is not spec and one.state not in (DONE, FAILED)):
+            if other.spec.checkpoint == spec.checkpoint:
+                raise ValueError(f"job {spec.name} must have a checkpoint of its own, got that of {other.spec.name}")
 
     # ------------------------------------------------------------------------------------------------------ decisions
 
     def _decide(self) -> None:
         self._decided_at, self._is_due = self.now, False
-        self._nodes = nodes = self.pool.nodes()
+        self._nodes = self.pool.nodes()
+        sizes = list(self._nodes.values())
         here = [job for job in self.jobs if job.is_open]
         for job in here:
             job.read_hints()
         explores = self.spec.policy == "goodput"
-        seen = [job.as_job(sum(nodes), explores=explores) for job in here]
-        fitting = [job for job in seen if _fits(job, nodes)]
+        seen = [job.as_job(sum(sizes), explores=explores) for job in here]
+        fitting = [job for job in seen if _fits(job, sizes)]
         options = {"power": self.spec.power, "horizon_seconds": self.spec.horizon_seconds}
-        found = ALLOCATIONS[self.spec.policy](fitting, nodes, **options) if fitting else Allocation({})
-        self._wanted = found.cores
-        for job in here:
-            job.why = found.why.get(job.spec.name, "" if explores else self.spec.policy)
+        found = ALLOCATIONS[self.spec.policy](fitting, sizes, **options) if fitting else Allocation({})
+        for job, one in zip(here, seen, strict=True):
+            missing = f"waits: it needs at least {one.min_cores} cores, which no nodes have now"
+            job.why = found.why.get(one.name, "" if explores else self.spec.policy) if one in fitting else missing
+        self._place(here, found.cores)
         before = {job.spec.name: job.cores for job in here if job.cores}
         if before != dict(found.cores):
             record = {"time": self.now, "cores": dict(found.cores), "why": dict(found.why), "gap": found.gap}
             self.decisions.append(record)
-        self._suggest(here, nodes)
+        self._suggest(here, sizes)
         self._write()
+
+    def _place(self, here: Sequence[Managed], cores: Mapping[str, int]) -> None:
+        """Choose nodes for the cores of each job; jobs stay where they are if others fit."""
+        names = list(self._nodes)
+        present = {
+            job.spec.name: {names.index(node): number for node, number in job.where.items()}
+            for job in here
+            if job.state == RUNNING and job.where.keys() <= self._nodes.keys()
+        }
+        placed = place(cores, list(self._nodes.values()), present)
+        self._wanted = {job: {names[node]: number for node, number in where.items()} for job, where in placed.items()}
 
     def _suggest(self, here: Sequence[Managed], nodes: Sequence[int]) -> None:
         """The size of the pool that pays off most, which may be larger than it is."""
@@ -217,22 +258,20 @@ class ClusterRun:
 
     # ------------------------------------------------------------------------------------------------ starts and ends
 
-    def _start(self, job: Managed, cores: int) -> None:
-        nodes, used = self._nodes, sum(other.cores for other in self.jobs)
-        if used + cores > sum(nodes):
-            return  # others have not ended yet
-        size = min((node for node in nodes if node >= cores), default=max(nodes, default=1))
+    def _start(self, job: Managed, where: dict[str, int]) -> None:
+        cores = sum(where.values())
+        for node, number in where.items():
+            if sum(other.where.get(node, 0) for other in self.jobs) + number > self._nodes[node]:
+                return  # others have not ended yet
         command = Command(job.spec.arguments(cores), str(Path(job.spec.script).parent), job.spec.environment)
-        group = self.pool.start(command, cores=cores, num_nodes=-(-cores // size))
-        if group is None:
-            return
-        job.group, job.cores, job.state, job.mark = group, cores, RUNNING, job.newest()
+        job.mark = job.newest()
+        job.group, job.where, job.state = self.pool.start(command, where), where, RUNNING
         job.starts += 1
         job.spans.append([self.now, self.now, cores])
         self._log(job, f"--- start {job.starts} on {cores} cores ({job.why})\n".encode())
         self._write()
 
-    def _request_stop(self, job: Managed, why: str) -> None:
+    def _request_stop(self, job: Managed) -> None:
         if job.state == RUNNING and job.group is not None:
             job.group.stop()
             job.state, job.stop_by = STOPPING, self.now + _SECONDS_TO_STOP
@@ -244,6 +283,9 @@ class ClusterRun:
             polled = job.group.poll()
             self._log(job, polled.output)
             job.spans[-1][1] = self.now
+            if not job.is_measured and not is_url(job.spec.checkpoint):
+                job.read_hints()
+                self._is_due |= job.is_measured  # what it is worth is known from now on
             if polled.codes is not None or polled.is_lost:
                 self._end(job, polled)
             elif job.state == STOPPING and self.now > job.stop_by:
@@ -254,11 +296,11 @@ class ClusterRun:
         assert job.group is not None
         kill_quietly(job.group)
         codes, was_stopping = polled.codes or (), job.state == STOPPING
-        job.group, job.cores, self._is_due = None, 0, True
+        job.group, job.where, self._is_due = None, {}, True
         if codes and not polled.is_lost and not any(codes):
             job.state, job.ended = DONE, self.now
             job.read_hints()
-        elif not polled.is_lost and all(code in (0, _STOPPED, _SIGTERM) for code in codes):
+        elif was_stopping and not polled.is_lost and all(code in (0, STOPPED, _SIGTERM) for code in codes):
             job.state = WAITING
         else:
             self._fail(job, polled, was_stopping, problem)
@@ -266,7 +308,7 @@ class ClusterRun:
 
     def _fail(self, job: Managed, polled: Polled, was_stopping: bool, problem: str) -> None:
         codes = polled.codes or ()
-        is_killed = polled.is_lost or all(code <= 0 for code in codes)
+        is_killed = polled.is_lost or any(code < 0 or code == STOPPED for code in codes)  # then the others fail
         job.kills += is_killed
         found = "its worker was lost" if polled.is_lost else f"exit codes {', '.join(map(str, codes))}"
         job.problem = problem or found
@@ -299,7 +341,7 @@ class ClusterRun:
             "command": self.command,
             "seconds": self.now,
             "policy": self.spec.policy,
-            "nodes": self._nodes,
+            "nodes": list(self._nodes.values()),
             "suggestion": self.suggestion,
             "decisions": self.decisions[-_MOST_SHOWN:],
             "jobs": [

@@ -1,19 +1,18 @@
 """Ray: a pool of its nodes for ``vbs cluster run``, and goodput as resource allocation function of Ray Tune."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping
 from typing import Any
 
 from variable_batch_size.checks import imported_extra
-from variable_batch_size.cluster.processes import Command, Polled, Processes
+from variable_batch_size.cluster.processes import STOPPED, Command, Polled, Processes
 from variable_batch_size.policies.allocation import Job, allocate
-from variable_batch_size.policies.hints import FORMAT, Hints
+from variable_batch_size.policies.hints import Hints
 
 with imported_extra("ray", f"{__name__} needs ray", "cluster"):
     import ray
-    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-_SECONDS_TO_PLACE = 5.0
 _SECONDS_TO_ANSWER = 60.0
 
 
@@ -26,23 +25,14 @@ class RayPool:
             where: dict[str, Any] = {"address": address} if address else {"num_cpus": cores, "address": "local"}
             ray.init(log_to_driver=False, include_dashboard=None if address else False, **where)
 
-    def nodes(self) -> list[int]:
-        found = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-        return [cores for cores in found if cores]
+    def nodes(self) -> dict[str, int]:
+        found = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
+        return {name: cores for name, cores in found.items() if cores}
 
-    def start(self, command: Command, *, cores: int, num_nodes: int) -> "RayGroup | None":
-        """An actor on each node, which starts the processes there; None if Ray has no room for them yet."""
-        shares = [len(range(node, cores, num_nodes)) for node in range(num_nodes)]
-        strategy = "STRICT_SPREAD" if num_nodes > 1 else "STRICT_PACK"
-        group = placement_group([{"CPU": share} for share in shares], strategy=strategy)
-        if not group.wait(_SECONDS_TO_PLACE):
-            remove_placement_group(group)
-            return None
-        try:
-            return RayGroup(group, command, shares)
-        except ray.exceptions.RayError:  # the node has left since
-            remove_placement_group(group)
-            return None
+    def start(self, command: Command, where: Mapping[str, int]) -> "RayGroup":
+        """An actor on each node, which starts the processes there as soon as Ray has room for it."""
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return RayGroup(command, where, hosts[next(iter(where))])
 
     def request(self, num_nodes: int, node_cores: int) -> None:
         """Pass a size to Ray's autoscaler, which starts or ends nodes where it runs."""
@@ -58,37 +48,42 @@ class RayPool:
 class RayGroup:
     """A job on Ray: an actor for each of its nodes."""
 
-    def __init__(self, group: PlacementGroup, command: Command, shares: Sequence[int]) -> None:
-        self._group = group
-        remote = ray.remote(Processes)
+    def __init__(self, command: Command, where: Mapping[str, int], host: str) -> None:
+        remote, first = ray.remote(Processes), 0
         self._actors = [
             remote.options(
-                num_cpus=share,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+                num_cpus=cores, max_restarts=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
             ).remote()
-            for index, share in enumerate(shares)
+            for node, cores in where.items()
         ]
-        master = ray.get(self._actors[0].address.remote())
-        starts, first = [], 0
-        for actor, share in zip(self._actors, shares, strict=True):
-            given = {"cores": share, "first_rank": first, "world_size": sum(shares), "master": master}
-            starts.append(actor.start.remote(command, **given))
-            first += share
-        ray.get(starts)
+        port = self._actors[0].free_port.remote()  # each actor waits for it, and this process does not
+        for actor, cores in zip(self._actors, where.values(), strict=True):
+            given = {"cores": cores, "first_rank": first, "world_size": sum(where.values()), "host": host, "port": port}
+            actor.start.remote(command, **given)
+            first += cores
+        self._asked_at, self._has_answered = 0.0, False
+        self._ask()
+
+    def _ask(self) -> None:
+        self._asked_at, self._answers = time.monotonic(), [actor.poll.remote() for actor in self._actors]
 
     def poll(self) -> Polled:
+        """The latest answers of all actors; those that wait for room have not answered yet."""
         try:
-            answers = [actor.poll.remote() for actor in self._actors]
-            found = [Polled(*one) for one in ray.get(answers, timeout=_SECONDS_TO_ANSWER)]
+            ready, waiting = ray.wait(self._answers, num_returns=len(self._answers), timeout=0)
+            found = [Polled(*one) for one in ray.get(ready)]
         except ray.exceptions.RayError:  # an actor, its worker or its node has gone
             return Polled(None, is_lost=True)
+        if waiting:
+            is_late = self._has_answered and time.monotonic() - self._asked_at > _SECONDS_TO_ANSWER
+            return Polled(None, is_lost=is_late)
+        self._has_answered = True
+        self._ask()
         output = b"".join(one.output for one in found)
-        codes = [code for one in found for code in one.codes or ()]
-        if any(code not in (0, 75) for code in codes):  # the other nodes would wait for those that have gone
-            self.kill()
-            return Polled(tuple(codes), output)
-        return Polled(None if any(one.codes is None for one in found) else tuple(codes), output)
+        codes = tuple(code for one in found for code in one.codes or ())
+        # after an error the other nodes would wait for those that have gone
+        has_failed = any(code not in (0, STOPPED) for code in codes)
+        return Polled(codes if has_failed or all(one.codes is not None for one in found) else None, output)
 
     def stop(self) -> None:
         for actor in self._actors:
@@ -97,7 +92,6 @@ class RayGroup:
     def kill(self) -> None:
         for actor in self._actors:
             ray.kill(actor)  # its processes end with it
-        remove_placement_group(self._group)
 
     def worker_pids(self) -> list[int]:
         """The training processes, for tests that kill them."""
@@ -114,21 +108,28 @@ def goodput_allocation(tune_controller: Any, trial: Any, result: dict[str, Any],
     from ray.tune.execution.placement_groups import PlacementGroupFactory
 
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    jobs = []
-    for other in tune_controller.get_live_trials():
-        found = (result if other is trial else other.last_result or {}).get("hints")
-        now = int(other.placement_group_factory.required_resources.get("CPU", 1)) or 1
-        if isinstance(found, dict) and found.get("format") == FORMAT and found.get("goodput"):
-            given = {name: found[name] for name in Hints.__dataclass_fields__ if name in found}
-            hints = Hints(**given)
-            most = max(hints.min_cores, min(hints.max_cores, max(nodes, default=1)))  # a trial does not span nodes
-            speeds = [hints.speed(cores) for cores in range(1, most + 1)]
-            restart = hints.restart_seconds or 0.0
-            given = {"min_cores": hints.min_cores, "cores": now, "work": hints.work_left, "restart_seconds": restart}
-            jobs.append(Job(name=other.trial_id, speeds=speeds, **given))
-        else:
-            speeds = [0.0] * (now - 1) + [1.0]
-            jobs.append(Job(name=other.trial_id, speeds=speeds, min_cores=now, cores=now))
+    jobs = [
+        _as_job(other, (result if other is trial else other.last_result or {}).get("hints"), max(nodes, default=1))
+        for other in tune_controller.get_live_trials()
+    ]
     cores = allocate(jobs, [cores for cores in nodes if cores]).cores.get(trial.trial_id)
-    now = int(trial.placement_group_factory.required_resources.get("CPU", 1))
-    return None if cores is None or cores == now else PlacementGroupFactory([{"CPU": cores}])
+    factory = trial.placement_group_factory
+    if cores is None or len(factory.bundles) > 1 or cores == _cores_of(trial):
+        return None
+    return PlacementGroupFactory([{**factory.bundles[0], "CPU": cores}])
+
+
+def _cores_of(trial: Any) -> int:
+    return int(trial.placement_group_factory.required_resources.get("CPU", 1)) or 1
+
+
+def _as_job(trial: Any, found: Any, node_cores: int) -> Job:
+    """What an allocation sees of a trial, which does not span nodes; without hints it keeps its cores."""
+    now = _cores_of(trial)
+    if isinstance(found, dict) and found.get("goodput"):
+        hints = Hints.of(found, f"hints of trial {trial.trial_id}")
+        speeds = [hints.speed(cores) for cores in range(1, max(hints.min_cores, min(hints.max_cores, node_cores)) + 1)]
+        if any(speeds):
+            given: dict[str, Any] = {"min_cores": hints.min_cores, "work": hints.work_left, "cores": now}
+            return Job(name=trial.trial_id, speeds=speeds, restart_seconds=hints.restart_seconds or 0.0, **given)
+    return Job(name=trial.trial_id, speeds=[0.0] * (now - 1) + [1.0], min_cores=now, cores=now)

@@ -52,6 +52,7 @@ class PolicyDriver:
         self._began_update: float | None = None  # when its update did, if the host waits for it, on one core
         device = next(iter(optimizer.parameters())).device
         self._times_updates = schedule.num_replicas == 1 and device.type == "cpu"
+        self._spent: dict[int, float] = {}  # the seconds of all steps, on each number of cores
         self._pass = self._num_in_pass = 0  # of the sampler, that of the latest step; its steps so far
         situation = self._situation()
         self._append(self._timing.answer(situation), situation)
@@ -71,6 +72,8 @@ class PolicyDriver:
         schedule, num_passes = self._schedule, self._optimizer.sampler.num_passes
         now = self.clock()
         seconds = None if self._began is None else now - self._began
+        if seconds is not None:
+            self._spent[schedule.num_replicas] = self._spent.get(schedule.num_replicas, 0.0) + seconds
         overhead = None if self._began_update is None else now - self._began_update
         if num_passes != self._pass:  # in the first step of a pass a loader starts, which counts if there is no other
             seconds = seconds if self._num_in_pass == 1 else None
@@ -100,6 +103,7 @@ class PolicyDriver:
             schedule.policy,
             timing.complete(self._situation()),
             timing.times,
+            spent=self._spent,
             progress_goal=None if limit is None else limit.progress,
             samples_goal=min(ends, default=None),
             restart_seconds=optimizer.restart_seconds,
@@ -170,6 +174,7 @@ class PolicyDriver:
             "schedule": schedule,
             "asking": self._timing.state_dict(),
             "loss": self.loss,
+            "spent": self._spent,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -181,7 +186,7 @@ class PolicyDriver:
             saved["rows"] = saved["rows"].tolist()
             schedule.load_state_dict(saved)
             self._timing.load_state_dict(state["asking"], cores=state["cores"])
-            self.loss = state["loss"]
+            self.loss, self._spent = state["loss"], dict(state.get("spent", {}))
             if (state["cores"], state["minibatch_size"]) == (schedule.num_replicas, schedule.minibatch_size):
                 return
         elif schedule.num_ahead:  # the decisions for a run that begins: the schedule has no steps of the trace

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from variable_batch_size.checks import check_not_negative_number, check_one_of, 
 from variable_batch_size.planning.profile import Measured, Profile
 from variable_batch_size.planning.simulate import NoiseCurve, NoiseCurves
 from variable_batch_size.policies.allocation import ALLOCATIONS, Allocation, Job, check_fits, place, slots
-from variable_batch_size.policies.hints import HINTS, Hints
+from variable_batch_size.policies.hints import EXPLORED, HINTS, Hints
 
 _SECONDS_OF_NOISE = 10.0  # of a simulated run with one noise scale
 _MOST_DEPTH = 64
@@ -112,6 +112,7 @@ class Application:
     limits: Limits
     goal: float  # in steps at the reference batch size
     restart_seconds: float | None = None  # None for that of the simulation
+    min_cores: ClassVar[int] = 1
 
     @classmethod
     def read(cls, folder: Path) -> "Application":
@@ -215,7 +216,7 @@ def _mean_rows(rows: Iterable[Measured]) -> tuple[Measured, ...]:
 
 @dataclass(frozen=True)
 class Hinted:
-    """A run that is known by its hints: the same goodput from its beginning to its end."""
+    """A run that is known by its hints: from its beginning to its end at its mean speed."""
 
     name: str
     hints: Hints
@@ -239,14 +240,18 @@ class Hinted:
         return self.hints.restart_seconds
 
     @property
+    def min_cores(self) -> int:
+        return self.hints.min_cores
+
+    @property
     def limits(self) -> Limits:
         return Limits(1, 1, 1, self.hints.max_cores)
 
     def best(self, sizes: tuple[int, ...], noise_scale: float, node_cores: int) -> tuple[list[float], list[int]]:
-        return [self.hints.speed(cores) for cores in sizes], [1] * len(sizes)
+        return [self.hints.mean_speed(cores) for cores in sizes], [1] * len(sizes)
 
     def fixed(self, cores: int, batch_size: int, noise_scale: float, node_cores: int) -> float:
-        return self.hints.speed(cores)
+        return self.hints.mean_speed(cores)
 
     def noise_scale(self, progress: float, batch_size: float) -> float:
         return 1.0
@@ -297,21 +302,26 @@ class Run:
         return self.application.goal - self.progress
 
     def as_job(self, sizes: Sequence[int], restart_seconds: float, explores: bool) -> Job:
-        """What an allocation sees; with hints only up to twice the cores that it has run on."""
-        limits = self.application.limits
-        most = min(limits.max_cores, sizes[-1], 2 * self.explored if explores else sizes[-1])
-        known, noise = tuple(size for size in sizes if size <= most) or (1,), self.noise_scale
-        if self.is_fixed:
+        """What an allocation sees; with `explores`, up to twice the cores that it ran on, and nothing before it ran."""
+        limits, least = self.application.limits, self.application.min_cores
+        is_known = bool(self.progress) or not explores
+        most = min(limits.max_cores, sizes[-1], EXPLORED * max(self.explored, least) if explores else sizes[-1])
+        fewest, noise = next((size for size in sizes if size >= least), least), self.noise_scale
+        known = tuple(size for size in (*sizes, *{fewest} - {*sizes}) if size <= max(most, fewest))
+        if not is_known:
+            speeds = [size**0.5 for size in known]
+        elif self.is_fixed:
             speeds = [self._fixed(size, noise) for size in known]
         else:
             speeds = self.application.best(known, noise, self.node_cores)[0]
         every = np.interp(np.arange(1, known[-1] + 1), known, speeds)
         return Job(
             name=self.submitted.name,
-            speeds=tuple(np.maximum.accumulate(every).tolist()),
+            speeds=tuple(every.tolist()),
+            min_cores=least,
             cores=self.cores,
             wanted=min(self.submitted.num_replicas, known[-1]),
-            work=self.left,
+            work=self.left if is_known else None,
             restart_seconds=self._restart(restart_seconds),
         )
 
@@ -506,7 +516,7 @@ class _Shares:
         share = max(1.0, self._num_cores * self._seconds[name] / self._jobs[name])
         application = run.application
         least = [max((size for size in self._sizes if size <= share), default=1)]
-        sizes = tuple(min(size, application.limits.max_cores) for size in least)
+        sizes = tuple(max(application.min_cores, min(size, application.limits.max_cores)) for size in least)
         for tenth in range(10):
             noise = application.noise_scale((tenth + 0.5) / 10 * application.goal, application.limits.ref_batchsize)
             total += application.goal / 10 / application.best(sizes, noise, run.node_cores)[0][0]

@@ -25,6 +25,7 @@ from variable_batch_size.checks import check_not_negative_number, check_positive
 
 Placement = Mapping[int, int]  # the cores of a job on each node
 _MOST_EXACT = 100  # jobs in an integer program
+_LEAST_POWER = -10
 _MOST_TRIES = 10_000  # to put jobs on nodes
 
 
@@ -135,8 +136,8 @@ def allocate(
     Args:
         jobs: that run or wait; those that no node has room for wait.
         nodes: the cores of each node.
-        power: p, at most 1; smaller ones are fairer. For p ≤ 0, a waiting job counts as one at half the speed of its
-            fewest cores.
+        power: p, from -10 to 1; smaller ones are fairer. For p ≤ 0, a waiting job counts as one at half the speed of
+            its fewest cores.
         horizon_seconds: over which a restart must pay off.
         short_first: how much more a job is worth that is about to end; 0 for the mean of speed-ups alone.
         exact: solve the integer program, if there are at most 100 jobs; else step by step, with its `gap`.
@@ -147,8 +148,7 @@ def allocate(
     """
     check_positive_number(horizon_seconds=horizon_seconds)
     check_not_negative_number(short_first=short_first)
-    if not power <= 1:
-        raise ValueError(f"`power` must be at most 1, got {power!r}")
+    check_power(power)
     names = Counter(job.name for job in jobs)
     if names and max(names.values()) > 1:
         raise ValueError(f"jobs must have different names, got {names.most_common(1)[0][0]!r} twice")
@@ -158,7 +158,7 @@ def allocate(
     for job in jobs:
         weight = 1 + short_first / (1 + (job.seconds(job.min_cores) or 0.0) / horizon_seconds)
         if job.cores:  # to wait would cost a restart later
-            weight *= 1 + min(1.0, _restart_share(job, job.cores, horizon_seconds))
+            weight *= 1 + _restart_share(job, job.cores, horizon_seconds)
         options = _worth(job, _options(job, kinds), share, power, horizon_seconds)
         choices[job.name] = [option._replace(gain=weight * option.gain) for option in options]
     solve = _integer_program if exact and len(jobs) <= _MOST_EXACT else _step_by_step
@@ -168,10 +168,17 @@ def allocate(
     return Allocation(cores, gap, sum(option.gain for option in taken.values()), why)
 
 
+def check_power(power: float) -> None:
+    """ValueError for a power of speed-ups beyond that of any pool."""
+    if not _LEAST_POWER <= power <= 1:
+        raise ValueError(f"`power` must be from {_LEAST_POWER} to 1, got {power!r}")
+
+
 def _worth(job: Job, options: list[_Option], share: float, power: float, horizon: float) -> list[_Option]:
     """The options with their gains over waiting; those without a gain are left out."""
     fair = job.speed(max(share, job.min_cores)) or max(job.speeds)
-    waiting = 0.0 if power > 0 else 0.5 * min((s for s in job.speeds[job.min_cores - 1 :] if s > 0), default=0.0) / fair
+    fewest = next((speed for speed in job.speeds[job.min_cores - 1 :] if speed > 0), 0.0)
+    waiting = 0.0 if power > 0 else 0.5 * fewest / fair
 
     def value(speedup: float) -> float:
         return math.log(speedup) if power == 0 else (speedup**power - 1) / power
@@ -180,16 +187,16 @@ def _worth(job: Job, options: list[_Option], share: float, power: float, horizon
     for option in options:
         speedup = job.speed(option.cores) / fair
         if job.cores and option.cores != job.cores:
-            speedup *= max(0.0, 1 - _restart_share(job, option.cores, horizon))
+            speedup *= 1 - _restart_share(job, option.cores, horizon)
         if speedup > waiting:
             found.append(option._replace(gain=value(speedup) - value(waiting)))
     return found
 
 
 def _restart_share(job: Job, cores: int, horizon: float) -> float:
-    """The time of a restart, in that within which it must pay off: until the horizon, or the end of the job."""
-    left = job.seconds(cores)
-    return job.restart_seconds / (horizon if left is None else max(min(horizon, left), 1e-9))
+    """The part of a restart in the time within which it must pay off: until the horizon, or the end of the job."""
+    restart, left = job.restart_seconds, job.seconds(cores)
+    return restart and restart / max(restart, min(horizon, math.inf if left is None else restart + left))
 
 
 def _reason(job: Job, cores: int, share: float) -> str:

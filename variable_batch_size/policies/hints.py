@@ -7,18 +7,20 @@ ends at a progress, and samples per second if it ends after a number of samples 
 import json
 import math
 import os
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from variable_batch_size.checks import is_integer, refuse
 from variable_batch_size.policies.autoscale import gain
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.policies.timing import StepTimes
+from variable_batch_size.urls import read_bytes
 
 HINTS = "hints.json"  # next to the checkpoints
 FORMAT, VERSION = "variable_batch_size.hints", 1
-_EXPLORED = 2  # times as many cores as were timed: farther, nothing is known
+EXPLORED = 2  # times as many cores as were timed: farther, nothing is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class Hints:
     samples: int = 0  # done so far
     samples_goal: int | None = None  # at which the run ends
     steps: int = 0  # done so far
+    seconds: tuple[float, ...] | None = None  # of these, on 1 to `max_cores`; None if not known
     restart_seconds: float | None = None  # to save and to resume, without waiting for cores; None until measured
 
     def speed(self, cores: int) -> float:
@@ -49,6 +52,14 @@ class Hints:
         if cores <= 0 or table is None:
             return float(max(cores, 0))
         return table[min(cores, len(table)) - 1]
+
+    def mean_speed(self, cores: int) -> float:
+        """From the beginning to the end on so many cores: now often faster than before, as the noise has grown."""
+        done, left = self.samples if self._ends_by_samples else self.progress, self.work_left
+        now = sum(seconds * self.speed(number) for number, seconds in enumerate(self.seconds or (), 1))
+        if not done or not now or left is None:
+            return self.speed(cores)
+        return self.speed(cores) * (done + left) / (now + left)  # what it has done would take now / speed seconds now
 
     @property
     def work_left(self) -> float | None:
@@ -74,21 +85,21 @@ class Hints:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Hints":
-        """Read a file with the JSON of :meth:`as_dict`; ValueError if truncated, foreign or of a newer version."""
+        """Read the JSON of :meth:`as_dict` at a path or URL; ValueError if truncated, foreign or of a newer version."""
         name = os.fspath(path)
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError:
+            found = json.loads(read_bytes(path))
+        except (ValueError, RecursionError):
             refuse(name, "hints must be a JSON object", "a truncated or damaged file")
+        return cls.of(found, name)
+
+    @classmethod
+    def of(cls, found: Any, name: str = "hints") -> "Hints":
+        """Check the result of :meth:`as_dict`; unknown names are ignored, and errors begin with `name`."""
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             refuse(name, f"hints must be a JSON object with the format {FORMAT!r}", _short(found))
         if found.get("version") != VERSION:
             refuse(name, f"this version reads hints of version {VERSION}", f"version {_short(found.get('version'))}")
-        return cls._of(found, name)
-
-    @classmethod
-    def _of(cls, found: dict[str, Any], name: str) -> "Hints":
-        """Hints from the values of a file; unknown names are ignored."""
         given: dict[str, Any] = {key: found[key] for key in cls.__dataclass_fields__ if key in found}
         for key in ("cores", "min_cores", "max_cores"):
             if not is_integer(given.get(key)) or given[key] < 1:
@@ -97,10 +108,10 @@ class Hints:
             refuse(
                 f"{name}: min_cores", f"must be at most max_cores, which is {given['max_cores']}", given["min_cores"]
             )
-        for key in ("goodput", "throughput", "batch_sizes"):
+        for key in ("goodput", "throughput", "batch_sizes", "seconds"):
             row = given.get(key)
             if row is not None:
-                if not isinstance(row, list) or len(row) != given["max_cores"] or not all(map(_is_amount, row)):
+                if not isinstance(row, list | tuple) or len(row) != given["max_cores"] or not all(map(_is_amount, row)):
                     refuse(
                         f"{name}: {key}", "must be null or a non-negative number for each number of cores", _short(row)
                     )
@@ -115,7 +126,7 @@ class Hints:
 
 
 def _is_amount(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _short(value: Any) -> str:
@@ -123,8 +134,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def hints_of(policy: Policy, situation: Situation, times: StepTimes, **run: Any) -> Hints:
-    """The hints of a run from what its policy has measured; `run` has the goals and the restart time."""
+def hints_of(
+    policy: Policy, situation: Situation, times: StepTimes, *, spent: Mapping[int, float] | None = None, **run: Any
+) -> Hints:
+    """The hints of a run from what its policy has measured.
+
+    Args:
+        policy: that decides.
+        situation: of the run now.
+        times: of its steps.
+        spent: the seconds of all steps so far on each number of cores.
+        run: the goals and the restart time.
+    """
     number = _most_cores(policy, situation, times)
     known = policy.knows_enough(situation)
     rows = [_expected(policy, situation, times, cores) if known else None for cores in range(1, number + 1)]
@@ -133,6 +154,9 @@ def hints_of(policy: Policy, situation: Situation, times: StepTimes, **run: Any)
     if all(row is not None for row in rows):
         names = ("goodput", "throughput", "batch_sizes")
         lists = dict(zip(names, zip(*rows, strict=True), strict=True))
+    seconds = [0.0] * number
+    for cores, of_steps in (spent or {}).items():
+        seconds[min(cores, number) - 1] += of_steps
     return Hints(
         cores=situation.cores,
         min_cores=min(allowed, default=situation.cores),
@@ -140,6 +164,7 @@ def hints_of(policy: Policy, situation: Situation, times: StepTimes, **run: Any)
         progress=situation.progress,
         samples=situation.samples_done,
         steps=situation.steps_done,
+        seconds=tuple(seconds) if spent else None,
         **lists,
         **run,
     )
@@ -147,7 +172,7 @@ def hints_of(policy: Policy, situation: Situation, times: StepTimes, **run: Any)
 
 def _most_cores(policy: Policy, situation: Situation, times: StepTimes) -> int:
     """At most one minibatch per core in the largest step, and not far beyond the numbers of cores that were timed."""
-    explored = _EXPLORED * max([situation.cores, *times.cores])
+    explored = EXPLORED * max([situation.cores, *times.cores])
     fitting = [cores for cores in range(1, explored + 1) if _is_allowed(policy, situation, cores)]
     return max(fitting, default=situation.cores)
 
