@@ -20,7 +20,8 @@ parser.add_argument(
 parser.add_argument(
     "--mnist", metavar="DIR", help="train on 10,000 images of MNIST in this directory (default: digits)"
 )
-parser.add_argument("--progress", type=float, default=2000.0, help="at which the run ends, in steps of 32 samples")
+parser.add_argument("--progress", type=float, default=2000.0, help="at which the run ends, in steps of the reference")
+parser.add_argument("--ref-batchsize", type=int, default=32)
 parser.add_argument("--hidden", type=int, default=256)
 parser.add_argument("--every-seconds", type=float, default=5.0, help="between checkpoints")
 parser.add_argument("--max-batch-size", type=int, default=512)
@@ -53,7 +54,7 @@ def main(options: argparse.Namespace) -> None:
         nn.Linear(hidden, 10),
     )
     inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    optimizer = vbs.AdaScaleOptimizer(inner, loader, ref_batchsize=32)
+    optimizer = vbs.AdaScaleOptimizer(inner, loader, ref_batchsize=options.ref_batchsize)
     every = {"every_seconds": options.every_seconds}
     optimizer.attach(vbs.Checkpoint(options.checkpoint, model=model, optimizer=optimizer, **every))
     # a trace ends by itself

@@ -176,6 +176,10 @@ def test_a_restart_must_pay_off_within_the_horizon():
     for work, cores in ((29.0, 1), (31.0, 2)):
         job = Job(name="a", speeds=(1.0, 1.5), cores=1, restart_seconds=10.0, work=work)
         assert allocate([job], [2]).cores == {"a": cores}
+    # half as fast again pays for 10 s within 30 s, which it may be expected to last after 30 s
+    for since, cores in ((29.0, 1), (31.0, 2)):
+        job = Job(name="a", speeds=(1.0, 1.5), cores=1, since=since, restart_seconds=10.0)
+        assert allocate([job], [2]).cores == {"a": cores}
 
 
 def test_on_several_nodes_a_job_has_a_part_of_one_or_whole_ones():

@@ -90,7 +90,7 @@ class Managed:
         except (OSError, ValueError) as error:  # the run writes them again
             self.problem = str(error)
 
-    def as_job(self, num_cores: int, *, explores: bool) -> Job:
+    def as_job(self, num_cores: int, now: float, *, explores: bool) -> Job:
         """What the allocation sees: with `explores`, only the numbers of cores that its hints know something about."""
         spec, hints = self.spec, self.hints if self.is_measured else None
         most = min(spec.max_cores or num_cores, max(num_cores, spec.min_cores))
@@ -109,6 +109,7 @@ class Managed:
             speeds=speeds,
             min_cores=least,
             cores=self.cores if self.state == RUNNING else 0,
+            since=now - self.spans[-1][0] if self.spans else 0.0,
             work=None if hints is None else hints.work_left,
             restart_seconds=(hints and hints.restart_seconds) or _RESTART_SECONDS,
         )
@@ -217,7 +218,7 @@ class ClusterRun:
         for job in here:
             job.read_hints()
         explores = self.spec.policy == "goodput"
-        seen = [job.as_job(sum(sizes), explores=explores) for job in here]
+        seen = [job.as_job(sum(sizes), self.now, explores=explores) for job in here]
         fitting = [job for job in seen if _fits(job, sizes)]
         options = {"power": self.spec.power, "horizon_seconds": self.spec.horizon_seconds}
         found = ALLOCATIONS[self.spec.policy](fitting, sizes, **options) if fitting else Allocation({})
@@ -248,7 +249,7 @@ class ClusterRun:
         price, worth, most = self.spec.price_per_core_hour, self.spec.worth_per_core_hour, self.spec.max_nodes
         if price is None or worth is None or not nodes:
             return
-        jobs = [job.as_job(most * max(nodes), explores=True) for job in here]
+        jobs = [job.as_job(most * max(nodes), self.now, explores=True) for job in here]
         number, why = suggest_nodes(jobs, max(nodes), price=price, worth=worth, max_nodes=most)
         if self.suggestion is None or self.suggestion["nodes"] != number:
             logger.info("suggested size of the pool: %d nodes, %s", number, why)

@@ -281,6 +281,7 @@ class Run:
     is_fixed: bool  # whether it has the batch size of its user
     progress: float = 0.0
     cores: int = 0
+    since: float = 0.0  # when it was given these
     explored: int = 1  # the most cores that it has run on
     batch_size: float = 1.0
     restart_left: float = 0.0
@@ -301,7 +302,7 @@ class Run:
     def left(self) -> float:
         return self.application.goal - self.progress
 
-    def as_job(self, sizes: Sequence[int], restart_seconds: float, explores: bool) -> Job:
+    def as_job(self, sizes: Sequence[int], now: float, restart_seconds: float, explores: bool) -> Job:
         """What an allocation sees; with `explores`, up to twice the cores that it ran on, and nothing before it ran."""
         limits, least = self.application.limits, self.application.min_cores
         is_known = bool(self.progress) or not explores
@@ -320,6 +321,7 @@ class Run:
             speeds=tuple(every.tolist()),
             min_cores=least,
             cores=self.cores,
+            since=now - self.since,
             wanted=min(self.submitted.num_replicas, known[-1]),
             work=self.left if is_known else None,
             restart_seconds=self._restart(restart_seconds),
@@ -332,13 +334,13 @@ class Run:
         own = self.application.restart_seconds
         return restart_seconds if own is None else own
 
-    def resize(self, cores: int, restart_seconds: float) -> None:
+    def resize(self, cores: int, now: float, restart_seconds: float) -> None:
         """Go on with so many cores, after a restart."""
         if cores:
             self.restart_left = self._restart(restart_seconds)
             self.restarts += bool(self.service)
             self.explored = max(self.explored, cores)
-        self.cores = cores
+        self.cores, self.since = cores, now
 
     def advance(self, now: float, seconds: float) -> None:
         """Run for some seconds, or to the end."""
@@ -478,7 +480,7 @@ def simulate_cluster(
     present: dict[str, dict[int, int]] = {}
     while any(run.ended is None for run in runs):
         here = [run for run in runs if run.submitted.time <= now and run.ended is None]
-        seen = [run.as_job(sizes, restart_seconds, explores) for run in here]
+        seen = [run.as_job(sizes, now, restart_seconds, explores) for run in here]
         check_fits(seen, nodes)
         if policy == "tiresias":
             options["service"] = {run.submitted.name: run.service for run in here}
@@ -487,7 +489,7 @@ def simulate_cluster(
         for run in here:
             name = run.submitted.name
             if cores.get(name, 0) != run.cores or before.get(name) != present.get(name):
-                run.resize(cores.get(name, 0), restart_seconds)
+                run.resize(cores.get(name, 0), now, restart_seconds)
             run.advance(now, interval_seconds)
         shares.note(here, interval_seconds)
         now += interval_seconds

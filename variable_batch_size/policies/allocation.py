@@ -5,10 +5,13 @@ of all speed-ups to a power p as large as possible (Qiao et al. 2021): p = 1 for
 
     maximize Σ_j f(s_j),   f(s) = (s^p − 1)/p,   log(s) for p = 0,   s = speed(cores) / speed(equal share)
 
-A change of cores costs a restart, so that its speed-up is multiplied by 1 − restart/horizon. On several nodes, a job
-has a part of one node or several whole ones. So a job that spans nodes shares none, and as parts are divisors of each
-other, what fits into all nodes of a size together also fits into each. That is an integer program with one choice per
-job.
+A change of cores costs a restart, so that its speed-up is multiplied by 1 − restart/window. The window ends with the
+job, or at the horizon. And it is no longer than the job has had its cores, as a change may be expected to last as long:
+if measured speeds vary by a fraction x, jobs lose at most about x of their time to restarts, however often is decided.
+
+On several nodes, a job has a part of one node or several whole ones. So a job that spans nodes shares none, and as
+parts are divisors of each other, what fits into all nodes of a size together also fits into each. That is an integer
+program with one choice per job.
 
 Where there are not enough cores for all jobs, many choices are about equally good. So the worth of a job is multiplied
 by 1 + short_first / (1 + its seconds left / horizon): of these choices, the one that lets jobs end first. A job of
@@ -42,6 +45,7 @@ class Job:
     speeds: Sequence[float]  # on 1, 2, … cores, such as goodput
     min_cores: int = 1
     cores: int = 0  # that it has now
+    since: float = math.inf  # the seconds for which it has had them
     wanted: int | None = None  # cores that its user has asked for; None for the most that it can use
     work: float | None = None  # left to do, in units of speed · seconds; None if not known
     restart_seconds: float = 0.0
@@ -187,7 +191,7 @@ def _worth(job: Job, options: list[_Option], share: float, power: float, horizon
     for option in options:
         speedup = job.speed(option.cores) / fair
         if job.cores and option.cores != job.cores:
-            speedup *= 1 - _restart_share(job, option.cores, horizon)
+            speedup *= 1 - _restart_share(job, option.cores, min(horizon, job.since))
         if speedup > waiting:
             found.append(option._replace(gain=value(speedup) - value(waiting)))
     return found
