@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from variable_batch_size.policies import allocation
 from variable_batch_size.policies.allocation import (
     ALLOCATIONS,
     Job,
@@ -56,7 +57,7 @@ def test_never_more_cores_than_there_are_never_below_a_minimum_and_always_placea
     assert sum(found.cores.values()) <= sum(nodes)
     of = {job.name: job for job in jobs}
     assert all(of[name].min_cores <= cores <= of[name].max_cores for name, cores in found.cores.items())
-    placed = place(found.cores, nodes)
+    placed = place(found.cores, nodes, None, found.kinds)
     used = Counter()
     for job, where in placed.items():
         assert sum(where.values()) == found.cores[job]
@@ -69,6 +70,23 @@ def test_never_more_cores_than_there_are_never_below_a_minimum_and_always_placea
 def test_a_job_spans_small_nodes_if_others_need_the_large_one():
     placed = place({"a": 2, "b": 1, "c": 3, "d": 4}, [1, 2, 2, 5])
     assert placed == {"d": {1: 2, 2: 2}, "c": {3: 3}, "a": {3: 2}, "b": {0: 1}}
+
+
+def test_many_jobs_have_a_place_on_nodes_of_many_sizes():
+    nodes = [2, 2, 6, 6, 2, 1, 2, 4, 4, 3, 3, 8, 3, 4, 8, 5, 4, 3, 8, 5, 1, 1, 4]
+    cores = [8, 6, 2, 5, 4, 3, 4, 1, 4, 8, 6, 4, 4, 6, 8, 8, 5, 3]
+    kinds = [8, 3, 1, 5, 4, 6, 8, 1, 4, 2, 6, 8, 4, 3, 8, 4, 5, 6]  # of an integer program, and no core is free
+    used = Counter()
+    for where in place(dict(enumerate(cores)), nodes, None, dict(enumerate(kinds))).values():
+        used.update(where)
+    assert [used[node] for node in range(len(nodes))] == nodes
+
+
+def test_a_program_without_a_solution_in_time_is_allocated_step_by_step(monkeypatch):
+    monkeypatch.setattr(allocation, "_SECONDS_TO_SOLVE", 0.0)
+    jobs = [Job(name=str(number), speeds=[c ** (0.5 + number / 40) for c in range(1, 9)]) for number in range(8)]
+    found = allocate(jobs, [8, 8, 8])
+    assert len(found.cores) == 8 and sum(found.cores.values()) <= 24 and 0 <= found.gap < 1
 
 
 @settings(max_examples=40, deadline=None)

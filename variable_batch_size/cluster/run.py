@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,7 @@ class ClusterRun:
         for job, one in zip(here, seen, strict=True):
             missing = f"waits: it needs at least {one.min_cores} cores, which no nodes have now"
             job.why = found.why.get(one.name, "" if explores else self.spec.policy) if one in fitting else missing
-        self._place(here, found.cores)
+        self._place(here, found)
         before = {job.spec.name: job.cores for job in here if job.cores}
         if before != dict(found.cores):
             record = {"time": self.now, "cores": dict(found.cores), "why": dict(found.why), "gap": found.gap}
@@ -233,7 +233,7 @@ class ClusterRun:
         self._suggest(here, sizes)
         self._write()
 
-    def _place(self, here: Sequence[Managed], cores: Mapping[str, int]) -> None:
+    def _place(self, here: Sequence[Managed], found: Allocation) -> None:
         """Choose nodes for the cores of each job; jobs stay where they are if others fit."""
         names = list(self._nodes)
         present = {
@@ -241,7 +241,7 @@ class ClusterRun:
             for job in here
             if job.state == RUNNING and job.where.keys() <= self._nodes.keys()
         }
-        placed = place(cores, list(self._nodes.values()), present)
+        placed = place(found.cores, list(self._nodes.values()), present, found.kinds)
         self._wanted = {job: {names[node]: number for node, number in where.items()} for job, where in placed.items()}
 
     def _suggest(self, here: Sequence[Managed], nodes: Sequence[int]) -> None:

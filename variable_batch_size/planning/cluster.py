@@ -484,8 +484,9 @@ def simulate_cluster(
         check_fits(seen, nodes)
         if policy == "tiresias":
             options["service"] = {run.submitted.name: run.service for run in here}
-        cores = POLICIES[policy](seen, nodes, **options).cores if here else {}
-        before, present = present, {} if policy in _FIXED else place(cores, nodes, present)
+        found = POLICIES[policy](seen, nodes, **options) if here else Allocation({})
+        cores = found.cores
+        before, present = present, {} if policy in _FIXED else place(cores, nodes, present, found.kinds)
         for run in here:
             name = run.submitted.name
             if cores.get(name, 0) != run.cores or before.get(name) != present.get(name):

@@ -28,8 +28,9 @@ from variable_batch_size.checks import check_not_negative_number, check_positive
 
 Placement = Mapping[int, int]  # the cores of a job on each node
 _MOST_EXACT = 100  # jobs in an integer program
+_SECONDS_TO_SOLVE = 10.0
 _LEAST_POWER = -10
-_MOST_TRIES = 10_000  # to put jobs on nodes
+_MOST_TRIES = 1_000  # to put jobs on nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,7 @@ class Allocation:
     gap: float = 0.0  # at most this fraction below the best; 0 if it is the best
     value: float = 0.0  # of the jobs' worth above that of an idle pool
     why: Mapping[str, str] = field(default_factory=dict)  # a reason for each job
+    kinds: Mapping[str, int] = field(default_factory=dict)  # the cores of a node of those with which each job fits
 
 
 class _Option(NamedTuple):
@@ -144,7 +146,8 @@ def allocate(
             its fewest cores.
         horizon_seconds: over which a restart must pay off.
         short_first: how much more a job is worth that is about to end; 0 for the mean of speed-ups alone.
-        exact: solve the integer program, if there are at most 100 jobs; else step by step, with its `gap`.
+        exact: solve the integer program, if there are at most 100 jobs, for 10 seconds at most; else step by step. A
+            result that may not be the best has its `gap`.
 
     >>> jobs = [Job(name="a", speeds=(1.0, 1.9, 2.7, 3.4)), Job(name="b", speeds=(1.0, 1.1, 1.1, 1.1))]
     >>> allocate(jobs, [4]).cores
@@ -169,7 +172,8 @@ def allocate(
     taken, gap = solve(choices, kinds)
     cores = {name: option.cores for name, option in taken.items()}
     why = {job.name: _reason(job, cores.get(job.name, 0), share) for job in jobs}
-    return Allocation(cores, gap, sum(option.gain for option in taken.values()), why)
+    worth, on = sum(option.gain for option in taken.values()), {name: option.kind for name, option in taken.items()}
+    return Allocation(cores, gap, worth, why, on)
 
 
 def check_power(power: float) -> None:
@@ -233,10 +237,12 @@ def _integer_program(
         constraints=optimize.LinearConstraint(table, ub=limits),
         integrality=[1] * len(flat),
         bounds=optimize.Bounds(0, 1),
-        options={"mip_rel_gap": 0.0},
+        options={"mip_rel_gap": 0.0, "time_limit": _SECONDS_TO_SOLVE},
     )
-    assert result.x is not None, result.message  # an idle pool is always possible
-    return {name: option for (name, option), taken in zip(flat, result.x, strict=True) if taken > 0.5}, 0.0
+    if result.x is None:  # not even a first solution in this time
+        return _step_by_step(choices, kinds)
+    gap = 0.0 if result.success else float(result.mip_gap)
+    return {name: option for (name, option), taken in zip(flat, result.x, strict=True) if taken > 0.5}, gap
 
 
 def suggest_nodes(
@@ -357,25 +363,29 @@ def _in_turn(
 ) -> Allocation:
     """Give each job the largest number of cores, up to what it wants, that is free."""
     free, kinds = {kind: kind * number for kind, number in Counter(nodes).items()}, Counter(nodes)
-    cores: dict[str, int] = {}
+    cores, on = dict[str, int](), dict[str, int]()
     for job in jobs:
         fitting = [o for o in _options(job, kinds) if o.slot <= free[o.kind]]
         at_most = [o for o in fitting if o.cores <= max(wanted(job), job.min_cores)]
         if at_most:
             best = max(at_most, key=lambda option: (option.cores, -option.slot, -free[option.kind]))
-            cores[job.name] = best.cores
+            cores[job.name], on[job.name] = best.cores, best.kind
             free[best.kind] -= best.slot
         elif is_strict:
             break
-    return Allocation(cores)
+    return Allocation(cores, kinds=on)
 
 
 def place(
-    cores: Mapping[str, int], nodes: Sequence[int], present: Mapping[str, Placement] | None = None
+    cores: Mapping[str, int],
+    nodes: Sequence[int],
+    present: Mapping[str, Placement] | None = None,
+    kinds: Mapping[str, int] | None = None,
 ) -> dict[str, dict[int, int]]:
     """Put the jobs of an allocation on nodes, with those whose number of cores has not changed where they are.
 
-    Jobs move only if others would not fit otherwise: the smallest ones first.
+    Jobs move only if others would not fit otherwise: the smallest ones first. With the `kinds` of the allocation, there
+    is always room.
 
     >>> place({"a": 2, "b": 4, "c": 1}, [4, 4], {"c": {1: 1}})
     {'c': {1: 1}, 'b': {0: 4}, 'a': {1: 2}}
@@ -391,8 +401,12 @@ def place(
         if min(free, default=0) >= 0 and _put(rest, cores, free, nodes, found, [_MOST_TRIES]):
             return found
         if not kept:
-            raise ValueError(f"the nodes with {list(nodes)} cores have no room for jobs of {sorted(cores.values())}")
+            break
         del kept[min(kept, key=lambda name: cores[name])]
+    found = {}
+    if kinds is None or not _put(rest, cores, list(nodes), nodes, found, [_MOST_TRIES], kinds):
+        raise ValueError(f"the nodes with {list(nodes)} cores have no room for jobs of {sorted(cores.values())}")
+    return found
 
 
 def _put(
@@ -402,11 +416,12 @@ def _put(
     nodes: Sequence[int],
     found: dict[str, dict[int, int]],
     left: list[int],
+    kinds: Mapping[str, int] | None = None,
 ) -> bool:
     """Put jobs on nodes, each in the first way with which all others fit, with at most so many tries `left`."""
     if not names:
         return True
-    for where in _ways(cores[names[0]], free, nodes):
+    for where in _ways(cores[names[0]], free, nodes, None if kinds is None else kinds[names[0]]):
         left[0] -= 1
         if left[0] < 0:
             return False
@@ -414,19 +429,24 @@ def _put(
         for node, number in where.items():
             free[node] = 0 if len(where) > 1 else free[node] - number  # a job that spans nodes shares none
         found[names[0]] = where
-        if _put(names[1:], cores, free, nodes, found, left):
+        if _put(names[1:], cores, free, nodes, found, left, kinds):
             return True
         free[:] = before
         del found[names[0]]
     return False
 
 
-def _ways(number: int, free: Sequence[int], nodes: Sequence[int]) -> Iterator[dict[int, int]]:
-    """Where a job may be put: on a node with room, the fullest first, or on empty nodes of one size."""
-    rooms = {(left, nodes[node]): node for node, left in reversed([*enumerate(free)]) if left >= number}
+def _ways(number: int, free: Sequence[int], nodes: Sequence[int], kind: int | None) -> Iterator[dict[int, int]]:
+    """Where a job may be put: on a node with room, the fullest first, or on empty nodes of one size; or of one kind."""
+    kinds = {*nodes} if kind is None else {kind}
+    rooms = {
+        (left, nodes[node]): node
+        for node, left in reversed([*enumerate(free)])
+        if left >= number and nodes[node] in kinds
+    }
     for _, node in sorted(rooms.items()):
         yield {node: number}
-    for size in sorted(set(nodes), reverse=True):
+    for size in sorted(kinds, reverse=True):
         empty = [node for node, left in enumerate(free) if left == nodes[node] == size]
         if size < number <= len(empty) * size:
             own = empty[: -(-number // size)]
