@@ -243,6 +243,15 @@ def test_hints_that_become_known_cause_a_decision_at_once(made, tmp_path):
     assert run.jobs[0].state == "stopping"
 
 
+def test_a_job_whose_times_are_not_known_for_a_moment_keeps_its_cores(made, tmp_path):
+    hint(tmp_path, "a", **FOUR)
+    run, tick = made("interval_seconds = 100", ("a", ""))
+    tick()
+    hint(tmp_path, "a", max_cores=4, goodput=None, throughput=None)
+    tick(100.0)
+    assert run.jobs[0].state == "running" and run.jobs[0].cores == 4
+
+
 def test_a_job_at_a_url_has_hints_and_checkpoints(tmp_path):
     path, now = written(tmp_path, "interval_seconds = 10", ("a", "")), [0.0]
     path.write_text(path.read_text().replace('checkpoint = "a"', 'checkpoint = "memory://pool/a"'))

@@ -72,6 +72,12 @@ def test_nothing_is_claimed_before_it_is_measured(run, times):
     assert hints.seconds_left(1) is None and hints.speed(2) == 2.0
 
 
+def test_times_that_do_not_grow_with_the_depth_claim_nothing_about_one_core():
+    situation = vbs.policies.Situation(cores=2, **RUN)
+    for policy in (vbs.Autoscale(max_batch_size=1024), vbs.policies.PerCore(64)):
+        assert hints_of(policy, situation, timed((2, 3.0, 2.0))).goodput is None
+
+
 def test_seconds_left_are_by_samples_only_if_no_progress_ends_the_run():
     known = {"cores": 1, "min_cores": 1, "max_cores": 2, "goodput": (1.0, 2.0), "throughput": (10.0, 40.0)}
     by_samples = vbs.policies.Hints(**known, samples=100, samples_goal=300)

@@ -86,7 +86,9 @@ class Managed:
     def read_hints(self) -> None:
         try:
             if HINTS in file_names(self.spec.checkpoint):
-                self.hints = Hints.read(f"{self.spec.checkpoint}/{HINTS}")
+                found = Hints.read(f"{self.spec.checkpoint}/{HINTS}")
+                if found.goodput is not None or not self.is_measured:  # else what is known remains
+                    self.hints = found
         except (OSError, ValueError) as error:  # the run writes them again
             self.problem = str(error)
 

@@ -188,7 +188,7 @@ def _is_allowed(policy: Policy, situation: Situation, cores: int) -> bool:
 def _expected(policy: Policy, situation: Situation, times: StepTimes, cores: int) -> tuple[float, float, int] | None:
     """Goodput, throughput and batch size on so many cores; zeros if the bounds allow none, None if not known."""
     found = times.seconds(cores)
-    if found is None:
+    if found is None or not found[1]:  # times that vary more than with the depth may leave no time for a minibatch
         return None
     if not _is_allowed(policy, situation, cores):
         return 0.0, 0.0, 0
