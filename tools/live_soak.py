@@ -19,13 +19,13 @@ from live_runs import Settings, disturbed
 SETTINGS = [
     Settings(),
     Settings(rule="adamw", exact=True),
-    Settings(ddp=True),
+    Settings(ddp=True, weighted=True),
     Settings(stream=True, exact=True),
     Settings(num_workers=2),
     Settings(rule="adamw", ddp=True, bare=True),
     Settings(exact=True, num_workers=1),
-    Settings(rule="adamw", stream=True),
-    Settings(exact=True, ddp=True, bare=True),
+    Settings(rule="adamw", stream=True, weighted=True),
+    Settings(exact=True, ddp=True, bare=True, weighted=True),
 ]
 
 

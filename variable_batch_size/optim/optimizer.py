@@ -600,8 +600,9 @@ class CustomOptimizer(OptimizerProxy):
         """Go on with the minibatches of another rank, after cores have joined or left."""
         self._runs = self.sampler.new_count()
         self._buffers.expect_skips(self.skip_nonfinite or self._loss_scale.is_used)
-        upcoming = self._cursor.next
-        self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
+        if not self._cursor.is_accumulating:  # otherwise there is one of before the step
+            upcoming = self._cursor.next
+            self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
         self._prepare_next()
 
     def _settle(self) -> None:
