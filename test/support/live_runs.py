@@ -340,21 +340,22 @@ def disturbed(settings, *, cores, seed, most=4, wait=(0.02, 0.4), events=None, t
                 elif not left and run.num_joins == len(run.joined()) + len(run.killed) + len(run.removed) - cores:
                     (run.directory / "fast").touch()
             assert not left, f"the run has ended before {left}\n{run.outputs()}"
-            check(run, settings, expected)
-            done = {"kills": len(run.killed), "joins": run.num_joins, "removed": len(run.removed)}
+            error = check(run, settings, expected)
+            done = {"kills": len(run.killed), "joins": run.num_joins, "removed": len(run.removed), "error": error}
             return {**done, "seconds": recovery_times(run)}
         finally:
             run.end()
 
 
 def check(run, settings, expected):
-    """Raise unless the run has ended as an undisturbed one, with each sample in its step once."""
+    """Raise unless the run has ended as an undisturbed one, with each sample in its step once; the largest error."""
     assert not run.failed, run.outputs()
-    results = run.results()
+    results, errors = run.results(), []
     assert results, run.outputs()
     for weights, steps in results:
         assert steps == settings.steps
         for own, other in zip(weights, expected, strict=True):
+            errors.append(float((own - other).abs().max()))
             if settings.exact:
                 assert torch.equal(own, other), (own - other).abs().max()
             else:
@@ -368,6 +369,7 @@ def check(run, settings, expected):
         samples = check_step(step, diaries, run.killed, run.removed)
         weight += sum(1 + sample % 7 for sample in samples)
         assert not settings.weighted or logged.get(step + 1, weight) == weight, step
+    return max(errors)
 
 
 def check_step(step, diaries, killed, removed):

@@ -9,7 +9,9 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final, NamedTuple, NoReturn
@@ -352,6 +354,7 @@ def _launch_elastic(
             rule = "`store` must be the address of deploy/store.py under torchrun with `elastic`"
             raise ValueError(f"{rule}, as the store of torchrun ends with one of its processes, got None")
         core = live.new_core(live.connect(address))
+        _report_own_death(address, core)
         membership = live.Membership(address, core, first=bounds.least, **bounds._asdict())
         devices.use_device(int(os.environ["LOCAL_RANK"]), "gloo")
         with live.taking_part(membership):
@@ -363,6 +366,25 @@ def _launch_elastic(
     with _store_process() if address is None else nullcontext(address) as address:
         elastic = _Elastic(address, first, bounds, num_processes=number)
         return run_processes([elastic.new_process() for _ in range(number)], work, elastic)
+
+
+def _report_own_death(address: str, core: int) -> None:
+    """Start a process that reports to the store when this one has ended, as there is no launching process that does."""
+    parent = os.getpid()
+    if not hasattr(os, "fork"):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the process uses nothing of theirs
+        if os.fork():
+            return
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        while os.getppid() == parent:
+            time.sleep(_SECONDS_BETWEEN_LOOKS_AT_CORES)
+        live.report_death(live.connect(address), core)
+    finally:
+        os._exit(0)
 
 
 @contextmanager

@@ -416,7 +416,7 @@ class CustomOptimizer(OptimizerProxy):
         else:
             self._cursor.look_ahead()
         if self._cursor.shares is not None:
-            self._cursor.shares.after_step(plan.step, self.sampler.num_prefetched)
+            self._cursor.shares.after_step(plan.step)
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
             message = f"%s: batch size %d, learning rate %g, %d {self.sampler.unit} in all"
             show(logger, message, str(self._cursor), step.batch_size, self.current_lr(), self.samples_done)
