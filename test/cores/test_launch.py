@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -15,6 +17,8 @@ import torch.distributed as dist
 
 import variable_batch_size as vbs
 from variable_batch_size.cores import live
+
+launching = import_module("variable_batch_size.cores.launch")
 
 XLA = pytest.param("xla", marks=pytest.mark.xla)
 
@@ -360,3 +364,14 @@ def test_elastic_run_that_is_told_to_stop_ends_with_its_cores(tmp_path, number, 
     for pid in found:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_processes_that_end_before_they_join_an_elastic_run_are_replaced_until_three_have_in_a_row():
+    elastic = launching._Elastic.__new__(launching._Elastic)
+    elastic._store, elastic._cores, elastic._num_failed, elastic._is_stopping = dist.HashStore(), [*range(6)], 0, False
+    elastic._store.set("0/decision", "")
+    elastic._store.set("joined/2", "")
+    codes = [-9, 1, -9, -9, 1, -9]  # the third one has joined
+    replaced = [elastic._is_to_be_replaced(n, SimpleNamespace(exitcode=code), {}) for n, code in enumerate(codes)]
+    assert replaced == [True, True, True, True, True, False]
+    assert not elastic._is_to_be_replaced(2, SimpleNamespace(exitcode=-9), {0: "the run has ended"})

@@ -181,7 +181,8 @@ class Cores:
             membership = live.Membership(self.address, core, **self._how)
             with live.taking_part(membership):
                 result = train(self.settings, self.directory)
-                torch.save(result, self.directory / f"result-{core}.pt")
+                torch.save(result, self.directory / f"part-{core}.pt")  # it may be killed meanwhile
+                os.replace(self.directory / f"part-{core}.pt", self.directory / f"result-{core}.pt")
             code = 0
         except live.LeftRunError as error:
             print(error, flush=True)
