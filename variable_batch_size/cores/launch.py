@@ -365,7 +365,10 @@ def _launch_elastic(
     work, first = _pickled(fn, args), number if address is None else bounds.least
     with _store_process() if address is None else nullcontext(address) as address:
         elastic = _Elastic(address, first, bounds, num_processes=number)
-        return run_processes([elastic.new_process() for _ in range(number)], work, elastic)
+        try:
+            return run_processes([elastic.new_process() for _ in range(number)], work, elastic)
+        finally:
+            elastic.report_end()
 
 
 def _report_own_death(address: str, core: int) -> None:
@@ -458,6 +461,12 @@ class _Elastic:
                         _start([self.new_process()], work, started)
         if not results and not self._store.check(["finished"]):
             raise RuntimeError("all cores of the run have died: resume from a checkpoint, if there is one")
+
+    def report_end(self) -> None:
+        """Tell cores on other machines that those of this one have ended, as they do if one of them fails."""
+        with suppress(RuntimeError):  # the store may have ended, too
+            for core in self._cores:
+                live.report_death(self._store, core)
 
     def _is_awaited(self, place: int) -> bool:
         """Whether a process may still have a result, once others have one: not if it was started too late to join."""

@@ -84,6 +84,7 @@ def new_core(store: Any) -> int:
 def report_death(store: Any, core: int) -> None:
     """Tell all cores that one has died: its process has ended, or its heartbeat has stopped."""
     store.set(f"dead/{core}", "")
+    store.append("deaths", f"{core},")
 
 
 class _Monitor(threading.Thread):
@@ -127,10 +128,11 @@ class _Monitor(threading.Thread):
                 return
 
     def _look(self) -> None:
-        generation, members = self._watched
+        generation, _ = self._watched
         if self._store.check([f"{generation + 1}/begun"]):
             self.begun = max(self.begun, generation + 1)
-        self.dead |= {core for core in members if core not in self.dead and self._store.check([f"dead/{core}"])}
+        if self._store.check(["deaths"]):
+            self.dead.update(map(int, self._store.get("deaths").decode().split(",")[:-1]))
         if self._store.check(["requests"]):
             self.num_requests = self._store.get("requests").count(b",")
 
@@ -140,7 +142,7 @@ class _Monitor(threading.Thread):
             before, missed = self._beats.get(core, (b"", 0))
             missed = missed + 1 if beat == before else 0
             self._beats[core] = beat, missed
-            if missed >= self._most_missed:
+            if missed == self._most_missed:
                 report_death(self._store, core)
 
     def end(self) -> None:
