@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -15,6 +17,8 @@ import torch.distributed as dist
 
 import variable_batch_size as vbs
 from variable_batch_size.cores import live
+
+launching = import_module("variable_batch_size.cores.launch")
 
 XLA = pytest.param("xla", marks=pytest.mark.xla)
 
@@ -306,3 +310,68 @@ def test_elastic_run_replaces_a_core_that_dies_and_ends_as_if_it_had_not(forks):
 def test_arguments_of_elastic_runs_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         vbs.launch(rank_and_size, **options)
+
+
+def train_and_kill(pids):
+    """All cores train until each has written its process id; one of them then kills all."""
+    model = torch.nn.Linear(1, 1)
+    loader = vbs.DataLoader(torch.ones(4000, 1), trace=[4] * 1000, minibatch_size=2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=4, model=model)
+    for _ in optimizer.epochs():
+        (pids / str(os.getpid())).touch()
+        for data in loader:
+            model(data).sum().backward()
+            time.sleep(0.01)
+            if optimizer.step() and len(found := list(pids.iterdir())) == 2:
+                for path in sorted(found, key=lambda path: int(path.name) == os.getpid()):
+                    os.kill(int(path.name), signal.SIGKILL)
+
+
+def test_elastic_run_whose_cores_have_all_died_raises(forks, tmp_path):
+    with pytest.raises(RuntimeError, match="all cores of the run have died: resume from a checkpoint"):
+        vbs.launch(train_and_kill, (tmp_path,), elastic=(1, 2))
+
+
+def wait_as_a_core(pids):
+    loader = vbs.DataLoader(torch.ones(4, 1), trace=[4], minibatch_size=2)
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.001)
+    vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=4).epochs()
+    (pids / str(os.getpid())).touch()
+    time.sleep(600)
+
+
+def launch_two_that_wait(pids):
+    vbs.launch(wait_as_a_core, (pids,), elastic=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "error"), [(signal.SIGTERM, -signal.SIGTERM, ""), (signal.SIGINT, 1, "KeyboardInterrupt")]
+)
+def test_elastic_run_that_is_told_to_stop_ends_with_its_cores(tmp_path, number, code, error):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    program = forked.Program(launch_two_that_wait, pids, folder=tmp_path)
+    while len(list(pids.iterdir())) < 2:
+        assert program.poll() is None, program.finish()
+        time.sleep(0.01)
+    program.send_signal(number)
+    done = program.finish()
+    assert done.returncode == code, done
+    assert error in done.stderr
+    found = [int(path.name) for path in pids.iterdir()]
+    assert len(found) == 2  # none was replaced
+    for pid in found:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_processes_that_end_before_they_join_an_elastic_run_are_replaced_until_three_have_in_a_row():
+    elastic = launching._Elastic.__new__(launching._Elastic)
+    elastic._store, elastic._cores, elastic._num_failed, elastic._is_stopping = dist.HashStore(), [*range(6)], 0, False
+    elastic._store.set("0/decision", "")
+    elastic._store.set("joined/2", "")
+    codes = [-9, 1, -9, -9, 1, -9]  # the third one has joined
+    replaced = [elastic._is_to_be_replaced(n, SimpleNamespace(exitcode=code), {}) for n, code in enumerate(codes)]
+    assert replaced == [True, True, True, True, True, False]
+    assert not elastic._is_to_be_replaced(2, SimpleNamespace(exitcode=-9), {0: "the run has ended"})

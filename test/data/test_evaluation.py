@@ -2,6 +2,7 @@
 
 import itertools
 
+import live_runs
 import pytest
 import torch
 from hypothesis import given
@@ -115,3 +116,27 @@ def test_arguments_are_checked():
     with pytest.raises(ValueError, match="`in_order` must be True"):
         vbs.EvaluationLoader(range(5), minibatch_size=2, in_order=False)
     assert torch.equal(next(iter(vbs.EvaluationLoader(range(5), minibatch_size=2))), torch.tensor([0, 1]))
+
+
+def test_each_sample_is_read_once_by_the_cores_that_are_there_when_they_may_come_and_go():
+    with live_runs.alone() as membership:
+        loader = vbs.EvaluationLoader(range(10), minibatch_size=2, lockstep=False)
+        assert len(torch.cat(list(loader))) == 10
+        membership.members = [membership.core, membership.core + 1]
+        assert torch.cat(list(loader)).tolist() == [0, 1, 4, 5, 8, 9]
+        membership.members = [membership.core]
+        assert len(torch.cat(list(loader))) == 10
+
+
+def test_sums_that_lack_those_of_a_core_that_has_left_are_reported(caplog):
+    with live_runs.alone() as membership:
+        membership.members = [membership.core, membership.core + 1]
+        metrics = vbs.Metrics("correct", "seen", device="cpu")
+        metrics.add(correct=1, seen=2)
+        membership.members = [membership.core]
+        assert metrics.read() == {"correct": 1, "seen": 2}
+        assert "the sums of correct, seen lack what cores that have left had added" in caplog.text
+        caplog.clear()
+        metrics.reset()
+        metrics.read()
+        assert not caplog.text

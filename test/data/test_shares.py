@@ -78,8 +78,12 @@ class Table:
         pass
 
     def total(self, numbers):
-        numbers[:, 1] = torch.tensor([self.seconds, 3.0])  # which has read three minibatches ahead
+        numbers[:, 1] = torch.tensor([self.seconds, 4.0])  # which has read minibatches of four further steps
+        self.on_total()
         return numbers
+
+    def on_total(self):
+        pass
 
 
 def test_shares_by_speed_change_where_no_loader_has_read_yet():
@@ -88,9 +92,47 @@ def test_shares_by_speed_change_where_no_loader_has_read_yet():
     shares.connect(Table(0.3), torch.device("cpu"))
     shares.begin(schedule, 0, 0)
     shares._timed = [0.1, 0.1, 9.0]
-    shares.after_step(7, num_prefetched=0)
+    shares.after_step(7)
     numbers = [sum(shares.place(step, number) is not None for number in range(9)) for step in range(14)]
-    assert numbers == [4] * 12 + [6] * 2  # after the step, the one that follows, and three
+    assert numbers == [4] * 12 + [6] * 2  # after the step, and four
+
+
+def by_speed(seconds, num_steps=20):
+    """Of a core that takes a tenth of a second, beside one that takes longer."""
+    shares = BySpeed(0)
+    shares.connect(Table(seconds), torch.device("cpu"))
+    shares.begin(schedule_of(*[64] * num_steps), 0, 0)
+    shares._timed = [0.1]
+    return shares
+
+
+def test_shares_by_speed_hold_for_what_this_core_has_read_itself():
+    shares = by_speed(0.3)
+    before = [shares.place(step, 3) for step in range(15)]
+    shares.after_step(7)
+    assert [shares.place(step, 3) for step in range(15)] == before == [6] * 15
+    assert shares.place(15, 5) is not None
+
+
+def test_shares_by_speed_refuse_a_loader_that_is_read_in_another_thread_while_they_change():
+    shares = by_speed(0.3)
+    shares._communicator.on_total = lambda: shares.place(12, 0)
+    with pytest.raises(RuntimeError, match="needs a loader that is read by the loop itself"):
+        shares.after_step(7)
+
+
+def test_a_core_without_a_share_is_measured_by_its_padding():
+    shares = by_speed(0.001)
+    shares.after_step(7)
+    assert shares.place(19, 0) is None  # the other one is a hundred times as fast
+    for _ in range(3):
+        shares.begin_minibatch()
+        shares.end_minibatch(is_padding=True)
+    assert shares.num_run == 0
+    shares._communicator.seconds = sorted(shares._timed)[1]  # now they are equal
+    shares.begin(schedule_of(*[64] * 40), 0, 0)
+    shares.after_step(15)
+    assert shares.place(39, 3) is not None
 
 
 def test_shares_by_speed_take_the_least_time():

@@ -17,7 +17,7 @@ RUNS = [
         "events": ["kill", "add", "kill all but one"],
     },
     {
-        "settings": {**STEPS, "rule": "adamw", "stream": True},
+        "settings": {**STEPS, "rule": "adamw", "stream": True, "weighted": True},
         "cores": 2,
         "seed": 1,
         "events": ["add", "kill", "stop"],

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -105,9 +105,9 @@ def launches():
 
     They start like spawned ones, and import the script that calls ``launch`` again, if there is one.
     """
-    start, main = launching._start, launching._distributed_main
+    start, store = launching._start, launching._store_process
 
-    def begin(*args):
+    def begin(main, *args):
         as_in_a_new_process()
         script = sys.modules["__main__"]
         if script.__spec__ is None and hasattr(script, "__file__"):
@@ -116,14 +116,27 @@ def launches():
         main(*args)
 
     def fork(processes, work, started):
-        if any(process.main is not main for process in processes):
+        if any(process.main not in (launching._distributed_main, launching._live_main) for process in processes):
             start(processes, work, started)
             return
-        with patch.object(launching, "_START_METHOD", "fork"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads is intended
-            start([process._replace(main=begin) for process in processes], work, started)
+        with _forking():
+            start([one._replace(main=begin, args=(one.main, *one.args)) for one in processes], work, started)
 
-    with patch.object(launching, "_start", fork):
+    @contextmanager
+    def fork_store():
+        with ExitStack() as stack:
+            with _forking():
+                address = stack.enter_context(store())
+            yield address
+
+    with patch.object(launching, "_start", fork), patch.object(launching, "_store_process", fork_store):
+        yield
+
+
+@contextmanager
+def _forking():
+    with patch.object(launching, "_START_METHOD", "fork"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads is intended
         yield
 
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ class Settings:
     stream: bool = False
     num_workers: int = 0
     bare: bool = False  # whether the loader is torch's own
+    weighted: bool = False  # whether minibatches have weights; the first layer is frozen in the first epoch then
     seconds: float = 0.002  # that a minibatch takes
     width: int = 16
 
@@ -61,9 +62,11 @@ class Model(torch.nn.Module):
 
     def __init__(self, width, has_norm):
         super().__init__()
-        layers = [torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)]
+        # exact runs have the same random numbers, too
+        layers = [torch.nn.Tanh(), torch.nn.Dropout(0.1 * has_norm), torch.nn.Linear(width, 3)]
         # with four samples in a minibatch, BatchNorm lets rounding errors grow
-        self.net = torch.nn.Sequential(*layers[:1], *([torch.nn.BatchNorm1d(width)] if has_norm else []), *layers[1:])
+        norm = [torch.nn.BatchNorm1d(width)] if has_norm else []
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, width), *norm, *layers)
         self.used = torch.nn.Parameter(torch.zeros(NUM_SAMPLES))
 
     def forward(self, index, x):
@@ -98,20 +101,28 @@ def train(settings, diary=None):
         model = DistributedDataParallel(model)
     loader = loader_of(settings)
     optimizer = optimizer_of(model, loader, settings)
-    note = Diary(diary)
-    for _ in optimizer.epochs():
+    note, records, test_loader = Diary(diary), [], vbs.EvaluationLoader(Samples(), minibatch_size=10)
+    optimizer.attach(vbs.Log(optimizer, every=1, to=[records.append]))
+    for epoch in optimizer.epochs():
         note("begins", optimizer.steps_done)
+        next(model.parameters()).requires_grad_(epoch > 0 or not settings.weighted)
         for index, x, y in loader:
             out, used = model(index, x)
-            (torch.nn.functional.cross_entropy(out, y) + used).backward()
+            weight = (1 + index % 7).sum() if settings.weighted else None
+            loss = (torch.nn.functional.cross_entropy(out, y) + used) * (1 if weight is None else weight)
+            loss.backward()
             time.sleep(0 if settings.seconds and (diary / "fast").exists() else settings.seconds)
             step, is_idle = optimizer.steps_done, optimizer._cursor.next.is_padding
             note("ran", step, [] if is_idle else index.tolist())
-            if optimizer.step():
+            if optimizer.step(loss=loss, weight=weight):
                 note("updated", step)
-        metrics = vbs.Metrics("cores", device="cpu")
+                if records:
+                    note("logged", *map(records.pop().get, ("step", "samples", "weight")))
+        metrics = vbs.Metrics("cores", "samples", device="cpu")
         metrics.add(cores=1)
-        note("cores", int(metrics.read()["cores"]))
+        for index, *_ in test_loader:
+            metrics.add(samples=len(index))
+        note("evaluated", *metrics.read().values())
     return [p.detach() for p in model.parameters()], optimizer.steps_done
 
 
@@ -170,7 +181,8 @@ class Cores:
             membership = live.Membership(self.address, core, **self._how)
             with live.taking_part(membership):
                 result = train(self.settings, self.directory)
-                torch.save(result, self.directory / f"result-{core}.pt")
+                torch.save(result, self.directory / f"part-{core}.pt")  # it may be killed meanwhile
+                os.replace(self.directory / f"part-{core}.pt", self.directory / f"result-{core}.pt")
             code = 0
         except live.LeftRunError as error:
             print(error, flush=True)
@@ -272,6 +284,16 @@ def fork_store():
     return pid, f"127.0.0.1:{port}"
 
 
+@contextmanager
+def alone(**how):
+    """Let this process be the only core of a run; its membership."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    how = {"least": 1, "most": 4, "first": 1, "timeout": 10.0, **how}
+    membership = live.Membership(f"127.0.0.1:{store.port}", live.new_core(store), **how)
+    with live.taking_part(membership):
+        yield membership
+
+
 def in_fork(function):
     """The result of a function that runs in a forked process: this one must have no threads, as it forks again."""
     with tempfile.NamedTemporaryFile() as file:
@@ -319,28 +341,36 @@ def disturbed(settings, *, cores, seed, most=4, wait=(0.02, 0.4), events=None, t
                 elif not left and run.num_joins == len(run.joined()) + len(run.killed) + len(run.removed) - cores:
                     (run.directory / "fast").touch()
             assert not left, f"the run has ended before {left}\n{run.outputs()}"
-            check(run, settings, expected)
-            done = {"kills": len(run.killed), "joins": run.num_joins, "removed": len(run.removed)}
+            error = check(run, settings, expected)
+            done = {"kills": len(run.killed), "joins": run.num_joins, "removed": len(run.removed), "error": error}
             return {**done, "seconds": recovery_times(run)}
         finally:
             run.end()
 
 
 def check(run, settings, expected):
-    """Raise unless the run has ended as an undisturbed one, with each sample in its step once."""
+    """Raise unless the run has ended as an undisturbed one, with each sample in its step once; the largest error."""
     assert not run.failed, run.outputs()
-    results = run.results()
+    results, errors = run.results(), []
     assert results, run.outputs()
     for weights, steps in results:
         assert steps == settings.steps
         for own, other in zip(weights, expected, strict=True):
+            errors.append(float((own - other).abs().max()))
             if settings.exact:
                 assert torch.equal(own, other), (own - other).abs().max()
             else:
                 torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
     diaries = read_diaries(run.directory)
+    words = [line[1:] for lines in diaries.values() for line in lines]
+    # fewer if a core has died while it evaluated
+    assert all(number <= NUM_SAMPLES for word, *rest in words if word == "evaluated" for number in rest[1:])
+    logged, weight = {rest[0]: rest[-1] for word, *rest in words if word == "logged"}, 0
     for step in range(settings.steps):
-        check_step(step, diaries, run.killed, run.removed)
+        samples = check_step(step, diaries, run.killed, run.removed)
+        weight += sum(1 + sample % 7 for sample in samples)
+        assert not settings.weighted or logged.get(step + 1, weight) == weight, step
+    return max(errors)
 
 
 def check_step(step, diaries, killed, removed):
@@ -359,6 +389,7 @@ def check_step(step, diaries, killed, removed):
     assert len(set(used) | set(lost)) == num_samples, (step, used, lost)
     # nothing is run again but what dead cores have run
     assert sum(used.values()) + len(set(lost) - set(used)) == num_samples
+    return set(used) | set(lost)
 
 
 def recovery_times(run):

@@ -9,7 +9,9 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final, NamedTuple, NoReturn
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 _START_METHOD: Final = "spawn"  # a forked process would inherit locks held by other threads
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_BETWEEN_LOOKS_AT_CORES = 0.02
+_MOST_FAILURES = 3  # in a row, of processes that end before they have joined an elastic run
 _RESULT, _FAILURE, _EXIT, _INTERRUPT, _LEFT = "result", "failure", "exit", "interrupt", "left"
 _send_one_at_a_time = threading.Lock()
 
@@ -351,6 +354,7 @@ def _launch_elastic(
             rule = "`store` must be the address of deploy/store.py under torchrun with `elastic`"
             raise ValueError(f"{rule}, as the store of torchrun ends with one of its processes, got None")
         core = live.new_core(live.connect(address))
+        _report_own_death(address, core)
         membership = live.Membership(address, core, first=bounds.least, **bounds._asdict())
         devices.use_device(int(os.environ["LOCAL_RANK"]), "gloo")
         with live.taking_part(membership):
@@ -361,7 +365,29 @@ def _launch_elastic(
     work, first = _pickled(fn, args), number if address is None else bounds.least
     with _store_process() if address is None else nullcontext(address) as address:
         elastic = _Elastic(address, first, bounds, num_processes=number)
-        return run_processes([elastic.new_process() for _ in range(number)], work, elastic)
+        try:
+            return run_processes([elastic.new_process() for _ in range(number)], work, elastic)
+        finally:
+            elastic.report_end()
+
+
+def _report_own_death(address: str, core: int) -> None:
+    """Start a process that reports to the store when this one has ended, as there is no launching process that does."""
+    parent = os.getpid()
+    if not hasattr(os, "fork"):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the process uses nothing of theirs
+        if os.fork():
+            return
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        while os.getppid() == parent:
+            time.sleep(_SECONDS_BETWEEN_LOOKS_AT_CORES)
+        live.report_death(live.connect(address), core)
+    finally:
+        os._exit(0)
 
 
 @contextmanager
@@ -394,6 +420,8 @@ class _Elastic:
         self._address, self._first, self._bounds, self._num_processes = address, first, bounds, num_processes
         self._store = live.connect(address)
         self._cores: list[int] = []  # by the place of their process
+        self._num_failed = 0  # processes in a row that have ended before they joined the run
+        self._is_stopping = False
 
     def new_process(self) -> Process:
         """A core with a number of its own."""
@@ -408,9 +436,9 @@ class _Elastic:
     def receive(self, started: list[tuple[Any, Any]], work: bytes, results: dict[int, Any], forwards: bool) -> None:
         """Receive results until all processes have ended; one that dies is replaced, unless the run has ended."""
         running = set(range(len(started)))
-        while running:
-            if forwards and signals.was_told():
-                forwards = False
+        while any(map(self._is_awaited, running)) if results else running:
+            if forwards and signals.was_told() and not self._is_stopping:
+                self._is_stopping = True
                 for place in running:
                     started[place][1].terminate()
             pipes = [started[place][0] for place in running]
@@ -431,19 +459,41 @@ class _Elastic:
                     if self._is_to_be_replaced(place, child, results):
                         running.add(len(started))
                         _start([self.new_process()], work, started)
+        if not results and not self._store.check(["finished"]):
+            raise RuntimeError("all cores of the run have died: resume from a checkpoint, if there is one")
+
+    def report_end(self) -> None:
+        """Tell cores on other machines that those of this one have ended, as they do if one of them fails."""
+        with suppress(RuntimeError):  # the store may have ended, too
+            for core in self._cores:
+                live.report_death(self._store, core)
+
+    def _is_awaited(self, place: int) -> bool:
+        """Whether a process may still have a result, once others have one: not if it was started too late to join."""
+        return place < self._num_processes or self._has_joined(place)
+
+    def _has_joined(self, place: int) -> bool:
+        return bool(self._store.check([f"joined/{self._cores[place]}"]))
 
     def _is_to_be_replaced(self, place: int, child: Any, results: dict[int, Any]) -> bool:
         """Report a core that has died or was removed; whether the run needs another one."""
         core = self._cores[place]
         if core in results:
             return False
+        was_removed = self._store.check([f"dead/{core}"])
         live.report_death(self._store, core)
         if child.exitcode == -signal.SIGTERM:
             _raise_interrupt()
-        if not self._store.check(["0/decision"]):
+        if self._is_stopping or not self._store.check(["0/decision"]):
             _raise_died(child.exitcode)
         logger.warning("core %d has ended with exit code %s", core, child.exitcode)
-        return not results and bool(self._store.check([f"joined/{core}"]))
+        if self._has_joined(place):
+            self._num_failed = 0
+        elif was_removed or child.exitcode:
+            self._num_failed += 1
+        else:  # it came too late
+            return False
+        return not results and self._num_failed < _MOST_FAILURES
 
 
 def _live_main(

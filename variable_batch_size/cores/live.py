@@ -9,6 +9,7 @@ that has completed the commit shows that all others have the sums; if no core ha
 """
 
 import contextlib
+import ctypes
 import json
 import logging
 import threading
@@ -81,15 +82,16 @@ def new_core(store: Any) -> int:
 
 
 def report_death(store: Any, core: int) -> None:
-    """Tell all cores that a process has ended, so that they need not wait for its heartbeat to stop."""
+    """Tell all cores that one has died: its process has ended, or its heartbeat has stopped."""
     store.set(f"dead/{core}", "")
+    store.append("deaths", f"{core},")
 
 
 class _Monitor(threading.Thread):
     """Sends the heartbeat of this core and looks at the others, in a thread with its own connection to the store.
 
-    A core is dead if the process that has started it says so, or if its heartbeat has not changed in many looks of this
-    thread: looks are counted, as a process that was suspended has not looked.
+    A core is dead if the process that has started it says so, or if its heartbeat has not changed in many looks of some
+    core: looks are counted, as a process that was suspended has not looked.
     """
 
     def __init__(self, address: str, core: int, timeout: float) -> None:
@@ -126,10 +128,11 @@ class _Monitor(threading.Thread):
                 return
 
     def _look(self) -> None:
-        generation, members = self._watched
+        generation, _ = self._watched
         if self._store.check([f"{generation + 1}/begun"]):
             self.begun = max(self.begun, generation + 1)
-        self.dead |= {core for core in members if core not in self.dead and self._store.check([f"dead/{core}"])}
+        if self._store.check(["deaths"]):
+            self.dead.update(map(int, self._store.get("deaths").decode().split(",")[:-1]))
         if self._store.check(["requests"]):
             self.num_requests = self._store.get("requests").count(b",")
 
@@ -139,8 +142,8 @@ class _Monitor(threading.Thread):
             before, missed = self._beats.get(core, (b"", 0))
             missed = missed + 1 if beat == before else 0
             self._beats[core] = beat, missed
-            if missed >= self._most_missed:
-                self.dead.add(core)
+            if missed == self._most_missed:
+                report_death(self._store, core)
 
     def end(self) -> None:
         self._has_ended.set()
@@ -167,8 +170,8 @@ class Membership:
         self._least, self._most, self._first, self._timeout = least, most, first, timeout
         self._address, self._store = address, connect(address)
         self._group: Any = None
-        self._stuck: list[Any] = []  # groups with a collective that waits for a core that hangs: not to be destroyed
-        self._is_stuck = False
+        self._is_stuck = False  # whether a collective of the group waits for a core that hangs
+        self._has_stuck_group = False  # likewise, of a group that was left
         self._connecting: list[threading.Thread] = []
         self._monitor = _Monitor(address, core, timeout)
         self._monitor.start()
@@ -189,12 +192,18 @@ class Membership:
         if self._group is not None:
             self._run(lambda group: [group.allreduce([tensor]) for tensor in tensors])
 
-    def commit(self) -> None:
-        """Complete one or several sums: no core may use them before."""
-        pending = torch.tensor([self.may_admit], dtype=torch.int32)
+    def commit(self, step: int = 0) -> None:
+        """Complete one or several sums, which no core may use before; those of a step must be of the same one."""
+        sent = torch.tensor([self.may_admit, step])
         if self._group is not None:
-            self._run(lambda group: [group.allreduce([pending])])
-        self._count, self.pending = self._count + 1, bool(pending)
+            self._run(lambda group: [group.allreduce([sent])])
+        pending, steps = sent.tolist()
+        self._count, self.pending = self._count + 1, pending > 0
+        if steps != step * len(self.members):
+            advice = "let optimizer.epochs(…) set the epoch, and leave it at the same step on all"
+            raise RuntimeError(
+                f"cores must be at the same step, but others are not at step {step}, as this one: {advice}"
+            )
 
     def _run(self, start: Callable[[Any], list[Any]]) -> None:
         """Start collectives, and wait for them as long as all of their cores are there."""
@@ -206,10 +215,11 @@ class Membership:
         for work in works:
             is_complete = False
             while not is_complete:
+                has_ended = work.is_completed()  # before the wait, which may give up just before that
                 try:
                     is_complete = bool(work.wait(timedelta(seconds=_SECONDS_OF_A_WAIT)))
                 except RuntimeError as error:
-                    if work.is_completed() or self._monitor.is_over(self._generation):
+                    if has_ended or self._monitor.is_over(self._generation):
                         # one that waits for a core that hangs would let the destructor of the group wait, too
                         self._is_stuck = not all(other.is_completed() for other in works)
                         raise _BrokenGroup from error
@@ -253,12 +263,15 @@ class Membership:
         self._generation = place
         if self.core not in change.members and self.is_joined:
             self.is_joined = False
-            seconds = f"it did not respond for {self._timeout:g} seconds"
-            raise LeftRunError(f"core {self.core} was removed from the run: {seconds}")
+            raise self._removed()
         if len(change.members) < self._least:
             left = f"{len(change.members)} of at least {self._least} cores with the state of the run are left"
             raise RuntimeError(f"{left}: resume from a checkpoint, if there is one")
         return change
+
+    def _removed(self) -> LeftRunError:
+        seconds = f"it did not respond for {self._timeout:g} seconds"
+        return LeftRunError(f"core {self.core} was removed from the run: {seconds}")
 
     def _decide(self, reports: dict[int, _Report]) -> Change:
         """The next generation, from the reports of all cores that are alive."""
@@ -320,7 +333,8 @@ class Membership:
     def _leave_group(self) -> None:
         """Close the connections of the generation, which releases cores that wait for this one."""
         if self._is_stuck:
-            self._stuck.append(self._group)
+            self._has_stuck_group = True
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # for ever: its destructor would wait, too
         self._group, self._is_stuck = None, False
 
     # ------------------------------------------------------------------------------------------- joining, finishing
@@ -363,7 +377,11 @@ class Membership:
                     store.compare_set("0/decision", "", json.dumps(first))
                     continue
             elif latest is not None and all(map(self._has_ended, latest.members)):
+                if not store.check(["finished"]):
+                    raise RuntimeError("all cores of the run have died: resume from a checkpoint, if there is one")
                 raise LeftRunError("the run has ended")
+            if store.check([f"dead/{self.core}"]):
+                raise self._removed()
             if self._monitor.failure is not None:
                 raise LeftRunError("the run has ended") from self._monitor.failure
             time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -398,6 +416,7 @@ class Membership:
         if self.is_joined:
             report = _Report(self._count, None, False, False, True)
             self._store.set(f"finished/{self.core}", json.dumps(report))
+            self._store.set("finished", "")
             others = [core for core in self.members if core != self.core]
             while not all(core in self._monitor.dead or self._has_ended(core) for core in others):
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -410,7 +429,7 @@ class Membership:
     @property
     def is_stuck(self) -> bool:
         """Whether the process must end without a cleanup, which would wait for a core that hangs."""
-        return bool(self._stuck) or any(thread.is_alive() for thread in self._connecting)
+        return self._has_stuck_group or any(thread.is_alive() for thread in self._connecting)
 
 
 @final
@@ -440,7 +459,7 @@ class LiveCores(Communicator):
         self._is_raising = True
         try:
             yield
-            self.membership.commit()
+            self.membership.commit(self.step or 0)
         except _BrokenGroup:
             if not self.membership.reform(reducing=self.step):
                 raise MembershipChanged from None
@@ -481,6 +500,11 @@ class LiveCores(Communicator):
 def current() -> Membership | None:
     """The membership of this process in a run whose cores may come and go; None in other runs."""
     return _current
+
+
+def members() -> set[int]:
+    """The numbers of the cores that take part in a run whose cores may come and go; none in other runs."""
+    return set() if _current is None else set(_current.members)
 
 
 @contextlib.contextmanager

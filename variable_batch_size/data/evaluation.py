@@ -7,7 +7,7 @@ from typing import Any
 import torch.utils.data
 
 from variable_batch_size.checks import check_positive, check_within
-from variable_batch_size.cores.detect import running_cores
+from variable_batch_size.cores.detect import is_elastic, running_cores
 
 
 class _Reading(threading.local):
@@ -29,14 +29,14 @@ def counts() -> bool:
 
 
 class _Minibatches(torch.utils.data.Sampler[list[int]]):
-    def __init__(self, minibatches: list[range]) -> None:
-        self._minibatches = minibatches
+    def __init__(self) -> None:
+        self.of_core: list[range] = []
 
     def __iter__(self) -> Iterator[list[int]]:
-        return map(list, self._minibatches)
+        return map(list, self.of_core)
 
     def __len__(self) -> int:
-        return len(self._minibatches)
+        return len(self.of_core)
 
 
 class EvaluationLoader(torch.utils.data.DataLoader[Any]):
@@ -84,20 +84,30 @@ class EvaluationLoader(torch.utils.data.DataLoader[Any]):
             raise ValueError("`in_order` must be True: the last minibatch may be padding")
         if not isinstance(dataset, Sized):
             raise ValueError(f"`dataset` must have a length, got {type(dataset).__name__}")
-        running_rank, running_replicas = running_cores(process_group)
-        num_replicas = running_replicas if num_replicas is None else num_replicas
-        rank = running_rank if rank is None else rank
+        self._size, self._minibatch_size, self._lockstep = len(dataset), minibatch_size, lockstep
+        self._cores = (rank, num_replicas, process_group)
+        super().__init__(dataset, batch_sampler=_Minibatches(), **options)
+        self._assign()
+
+    def _assign(self) -> None:
+        """Let this core read its minibatches among the cores that there are now."""
+        given_rank, given_replicas, process_group = self._cores
+        rank, num_replicas = running_cores(process_group)
+        num_replicas = num_replicas if given_replicas is None else given_replicas
+        rank = rank if given_rank is None else given_rank
         check_positive(num_replicas=num_replicas)
         check_within(num_replicas - 1, rank=rank)
-        size = len(dataset)
-        minibatches = [range(first, min(first + minibatch_size, size)) for first in range(0, size, minibatch_size)]
+        size, step = self._size, self._minibatch_size
+        minibatches = [range(first, min(first + step, size)) for first in range(0, size, step)]
         own = minibatches[rank::num_replicas]
-        self._num_own, self._has_padding = len(own), lockstep and len(minibatches) % num_replicas > 0  # of any core
+        self._num_own, self._has_padding = len(own), self._lockstep and len(minibatches) % num_replicas > 0  # of any
         num_rounds = -(-len(minibatches) // num_replicas)
-        padding = minibatches[:1] if lockstep and len(own) < num_rounds else []
-        super().__init__(dataset, batch_sampler=_Minibatches(own + padding), **options)
+        padding = minibatches[:1] if self._lockstep and len(own) < num_rounds else []
+        self.batch_sampler.of_core = own + padding  # type: ignore[union-attr]
 
     def __iter__(self) -> Any:
+        if is_elastic():
+            self._assign()
         minibatches = super().__iter__()
         return self._marked(minibatches) if self._has_padding else minibatches
 

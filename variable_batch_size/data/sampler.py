@@ -98,6 +98,7 @@ class MinibatchSource(ABC):
         self.num_read = 0  # minibatches of this pass, in this process
         self._is_read = False  # whether these are all
         self.num_prefetched = 0  # how many of these the workers of the loader may be ahead
+        self.num_yielded = 0  # how many of these a loader with workers has yielded, where cores may join and leave
         self._thread: int | None = None  # in which an optimizer has run a minibatch of this pass
         self._followers: list[weakref.ref[Any]] = []  # optimizers that are attached
         self.is_shared = False  # whether several optimizers are attached
@@ -658,8 +659,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         sampler, is_reassigned = self.sampler, True
         sampler._settle()
         while is_reassigned:
-            number, is_reassigned = sampler.num_passes, False
+            number, is_reassigned, sampler.num_yielded = sampler.num_passes, False, 0
             for minibatch in super().__iter__():
+                sampler.num_yielded += 1
                 yield minibatch
                 sampler._settle()
                 is_reassigned = sampler._is_reassigned(number)

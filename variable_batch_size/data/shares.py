@@ -86,14 +86,15 @@ class Shares(ABC):
     def end_minibatch(self, *, is_padding: bool) -> None:
         """Stop the clock; in the first minibatch of a pass a loader starts, which does not count."""
         seconds, self._since = None if self._since is None else time.perf_counter() - self._since, None
-        if seconds is not None and not is_padding:
-            self._note(seconds)
+        if seconds is not None:
+            self._note(seconds, is_padding=is_padding)
 
-    def _note(self, seconds: float) -> None:
-        self.num_run += 1
-        self.seconds += seconds
+    def _note(self, seconds: float, *, is_padding: bool) -> None:
+        if not is_padding:
+            self.num_run += 1
+            self.seconds += seconds
 
-    def after_step(self, step: int, num_prefetched: int) -> None:
+    def after_step(self, step: int) -> None:
         """After a step, by its number in the run. Every core must call it."""
         with self._lock:
             if not self._records:
@@ -207,8 +208,8 @@ class AsFree(Shares):
 class BySpeed(Shares):
     """Cores get shares of a step in proportion to their measured speed, which are known before the step.
 
-    Every few steps the cores sum their seconds for a minibatch. The shares that follow from these hold from a step on
-    that no loader has read yet.
+    Every few steps the cores sum their seconds for a minibatch, or for padding, so that an idle core may get a share
+    again. The shares that follow from these hold from a step on that no loader has read yet.
     """
 
     def __init__(self, rank: int) -> None:
@@ -224,8 +225,8 @@ class BySpeed(Shares):
     def _begin(self) -> None:
         self._tables = [(0, table) for _, table in self._tables[-1:]]  # in a pass that begins, nothing was read
 
-    def _note(self, seconds: float) -> None:
-        super()._note(seconds)
+    def _note(self, seconds: float, *, is_padding: bool) -> None:
+        super()._note(seconds, is_padding=is_padding)
         self._timed.append(seconds)
 
     def _place(self, step: int, number: int) -> int | None:
@@ -238,24 +239,33 @@ class BySpeed(Shares):
         own = self._own[step]
         return own[number] if number < len(own) else None
 
-    def after_step(self, step: int, num_prefetched: int) -> None:
-        super().after_step(step, num_prefetched)
+    def after_step(self, step: int) -> None:
+        super().after_step(step)
         if (step + 1) % _EVERY:
             return
         cores = self._communicator.num_replicas
         sent = torch.zeros(2, cores, dtype=torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32)
-        sent[:, self.rank] = torch.tensor([statistics.median(self._timed) if self._timed else 0.0, num_prefetched])
+        with self._lock:
+            num_ahead = max(self._own, default=step) - step  # steps of which this core's loader has read minibatches
+        sent[:, self.rank] = torch.tensor([statistics.median(self._timed) if self._timed else 0.0, num_ahead])
         seconds, ahead = self._total(sent).tolist()
         self._timed = []
         known = self._tables[-1][1]
-        if not all(seconds):  # an idle core keeps its speed among the others
+        if not all(seconds):  # a core without a measurement keeps its speed among the others
             known_sum = sum(old for old, new in zip(known, seconds, strict=True) if new)
             ratio = sum(seconds) / known_sum if known_sum else 1.0
             seconds = [new or old * ratio for old, new in zip(known, seconds, strict=True)]
         if not _are_close(seconds, known):
+            self._change(step + 1 + round(max(ahead)), tuple(seconds))
+
+    def _change(self, first_step: int, seconds: tuple[float, ...]) -> None:
+        """From a step on, share by other speeds."""
+        with self._lock:
+            if max(self._own, default=-1) >= first_step:  # in the sum, other cores could not hear of it
+                rule = 'assign="by speed" needs a loader that is read by the loop itself'
+                raise RuntimeError(f'{rule}, and not in another thread while cores agree: use assign="as free"')
             self._owners = {}
-            with self._lock:
-                self._tables = [*self._tables[-1:], (step + 2 + int(max(ahead)), tuple(seconds))]
+            self._tables = [*self._tables[-1:], (first_step, seconds)]
 
 
 def _are_close(seconds: Sequence[float], known: Sequence[float]) -> bool:

@@ -61,6 +61,7 @@ class LiveSteps(Steps):
         self._cursor, self._accumulator, self._buffers = cursor, accumulator, buffers
         self._membership: Membership = communicator.membership
         self._members = [self._membership.core]  # as of the latest change that was applied
+        self._has_joined = False
         self._num_applied = 0  # of the changes of the membership
         self._shares: Shares | None = None  # of a step within which cores have left, until it is complete
         self._is_stale = False  # whether the sampler is still that of the cores before
@@ -69,10 +70,14 @@ class LiveSteps(Steps):
 
     def join(self) -> None:
         """Before the first epoch: begin the run together with other cores, or get its state from one of them."""
-        if self._membership.is_joined:
+        if self._has_joined:
             return
         refuse_unsupported(self._optimizer)
+        if self._membership.is_joined:
+            raise ValueError("`elastic` needs one optimizer for all parameters, but another one has joined the run")
         self._membership.join(self._state, self._load)
+        self._has_joined = True
+        self._accumulator.compare_again()
         self._take_ranks()
 
     def _state(self) -> torch.Tensor:
@@ -105,6 +110,11 @@ class LiveSteps(Steps):
 
     def advance(self) -> StepPlan:
         """Advance to a minibatch, whose gradient is lost if this core dies before the step is complete."""
+        sampler, number = self._optimizer.sampler, self._optimizer._runs.number
+        num_read = sampler.num_yielded if sampler.num_prefetched else sampler.num_read
+        if num_read != number:
+            rule = "with `elastic`, no minibatch must be read before step() of the previous one, as cores may leave"
+            raise RuntimeError(f"{rule}: the loop has read {num_read} minibatches and calls step() for number {number}")
         plan = self._cursor.advance()
         self._communicator.step = plan.step
         return plan
@@ -113,7 +123,7 @@ class LiveSteps(Steps):
         """The gradient of a step; None if this core has to run further minibatches first."""
         if self._communicator.num_replicas > 1:
             self._accumulator.counts = Counts(self._cursor.num_own, plan.num_minibatches)
-        if not self._membership.is_joined:
+        if not self._has_joined:
             raise RuntimeError("with `elastic`, train in a loop `for epoch in optimizer.epochs(…)`")
         if plan.is_idle:
             self._accumulator.drop_sums()
@@ -150,8 +160,10 @@ class LiveSteps(Steps):
         """Follow the decisions since the latest look, in a step or between two."""
         for change in self._membership.changes[self._num_applied :]:
             begun = step if change.reducing is None else change.reducing
-            if begun is not None:
-                self._shares = shares_after(self._shares or self._shares_of(begun), change.members)
+            if self._shares is None and begun is not None:
+                self._shares = self._shares_of(begun)
+            if self._shares is not None:  # also if all cores that have begun the step are gone
+                self._shares = shares_after(self._shares, change.members)
             self._accumulator.compare_again()
             self._members, self._is_stale = change.members, True
             self._num_applied += 1
@@ -161,7 +173,7 @@ class LiveSteps(Steps):
     def settle(self) -> None:
         """When the loop requests a minibatch: between two steps, admit cores that wait, and let all have new ranks."""
         cursor = self._cursor
-        if not self._membership.is_joined or cursor.is_accumulating or cursor.next is None:
+        if not self._has_joined or cursor.is_accumulating or cursor.next is None:
             return
         self._apply_changes()
         while self._membership.pending and self._shares is None:  # otherwise other cores have begun a step

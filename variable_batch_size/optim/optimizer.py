@@ -416,7 +416,7 @@ class CustomOptimizer(OptimizerProxy):
         else:
             self._cursor.look_ahead()
         if self._cursor.shares is not None:
-            self._cursor.shares.after_step(plan.step, self.sampler.num_prefetched)
+            self._cursor.shares.after_step(plan.step)
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
             message = f"%s: batch size %d, learning rate %g, %d {self.sampler.unit} in all"
             show(logger, message, str(self._cursor), step.batch_size, self.current_lr(), self.samples_done)
@@ -600,8 +600,9 @@ class CustomOptimizer(OptimizerProxy):
         """Go on with the minibatches of another rank, after cores have joined or left."""
         self._runs = self.sampler.new_count()
         self._buffers.expect_skips(self.skip_nonfinite or self._loss_scale.is_used)
-        upcoming = self._cursor.next
-        self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
+        if not self._cursor.is_accumulating:  # otherwise there is one of before the step
+            upcoming = self._cursor.next
+            self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
         self._prepare_next()
 
     def _settle(self) -> None:

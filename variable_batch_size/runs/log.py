@@ -1,5 +1,6 @@
 """Log and Metrics: a record of the run every N steps, and named sums over all cores."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 
 from variable_batch_size.checks import check_positive
-from variable_batch_size.cores import xla
+from variable_batch_size.cores import live, xla
 from variable_batch_size.cores.detect import communicator_for, device_for_sums, everyone_for
 from variable_batch_size.data import evaluation
 from variable_batch_size.optim.optimizer import CustomOptimizer
+
+logger = logging.getLogger(__name__)
 
 
 class Metrics:
@@ -50,6 +53,7 @@ class Metrics:
         # made on the host: on an XLA device it would be a graph of its own
         self._sums = {name: torch.zeros(1, dtype=self._dtype).to(self._device) for name in self._names}
         self._host_sums = dict.fromkeys(self._names, 0.0)
+        self._cores = live.members()
 
     @torch.no_grad()
     def add(self, **values: torch.Tensor | float) -> None:
@@ -70,6 +74,8 @@ class Metrics:
         """The sums over all cores since the start, with one all-reduce. Every core must call it."""
         host = torch.tensor(list(self._host_sums.values()), dtype=self._dtype).to(self._device)
         total = self._communicator.total(torch.cat(list(self._sums.values())) + host)
+        if self._cores - live.members() and self._communicator.rank == 0:
+            logger.warning("the sums of %s lack what cores that have left had added", ", ".join(self._names))
         return dict(zip(self._names, total.tolist(), strict=True))
 
     def restore(self, sums: Mapping[str, float]) -> None:
@@ -284,15 +290,16 @@ class Log(AbstractContextManager["Log"]):
         """The sums of the loss and of other numbers over all cores, how many these are, and the weight; one wait."""
         weights, cores = self._optimizer.minibatch_weights, self._schedule.num_replicas
         is_elastic = self._optimizer.sampler.is_elastic
-        if is_elastic:  # cores may leave before, or in the sum
+        if is_elastic:  # cores may leave before, or in the sum; those that were added have summed fewer weights
             numbers = [*numbers, torch.tensor([1.0, self._num_own]).to(self._device)]
-        if weights.unread is not None:
+        elif weights.unread is not None:
             numbers = [one.to(weights.unread) for one in (*numbers, weights.unread)]
         loss, *rest = self._communicator.total(torch.cat(numbers) if len(numbers) > 1 else numbers[0]).tolist()
-        unread = rest.pop() if weights.unread is not None else 0.0
         if is_elastic:
             num_minibatches, cores = rest.pop(), round(rest.pop())
             loss *= self._num_samples / self._schedule.minibatch_size / max(1, num_minibatches)
+            return [loss, *rest, cores, weights.since]
+        unread = rest.pop() if weights.unread is not None else 0.0
         return [loss, *rest, cores, weights.known + unread / cores]
 
     def _mean_loss(self, loss: float, weight: float) -> float:

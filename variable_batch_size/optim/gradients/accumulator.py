@@ -248,7 +248,7 @@ class GradientAccumulator(ABC):
             self._fixed_point.load_state_dict(state)
 
     def compare_again(self) -> None:
-        """Compare weights in the next step, of other ranks. Every rank must call it."""
+        """Compare weights and layouts in the next step, with other ranks. Every rank must call it."""
         self._checked = self._sampled = None
 
     def _step_gradient(self, plan: StepPlan) -> StepGradient:

@@ -284,6 +284,10 @@ class BucketAccumulator(GradientAccumulator):
         self._refuse_different([*own[:-1], total], [*own[:-1], own[-1] * self.communicator.num_replicas])
         self._agreed = self._layout, buckets.parameters, self._num_numbers()
 
+    def compare_again(self) -> None:
+        super().compare_again()
+        self._agreed = -1, [], 1  # other ranks may have frozen or unfrozen parameters: any layout is a new one
+
     def _clip_(self, limit: float, gradient: StepGradient) -> None:
         if self._has_sums and self._model_parallel is None and not self._buckets.is_narrow:  # torch's norm overflows
             super()._clip_(limit, gradient)
