@@ -26,6 +26,7 @@ parser.add_argument("--hidden", type=int, default=256)
 parser.add_argument("--every-seconds", type=float, default=5.0, help="between checkpoints")
 parser.add_argument("--max-batch-size", type=int, default=512)
 parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--exact", action="store_true", help="the same bits on any number of cores")
 parser.add_argument("--trace", help="batch sizes to repeat (default: those of Autoscale)")
 
 
@@ -54,7 +55,7 @@ def main(options: argparse.Namespace) -> None:
         nn.Linear(hidden, 10),
     )
     inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    optimizer = vbs.AdaScaleOptimizer(inner, loader, ref_batchsize=options.ref_batchsize)
+    optimizer = vbs.AdaScaleOptimizer(inner, loader, ref_batchsize=options.ref_batchsize, exact=options.exact)
     every = {"every_seconds": options.every_seconds}
     optimizer.attach(vbs.Checkpoint(options.checkpoint, model=model, optimizer=optimizer, **every))
     # a trace ends by itself
