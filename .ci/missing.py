@@ -17,12 +17,22 @@ def missing_packages(extras: list[str]) -> dict[str, str]:
     lists |= {f"extra {extra}": setup["options.extras_require"][extra] for extra in extras}
     missing: dict[str, str] = {}
     for origin, text in lists.items():
-        for requirement in text.split():
-            found = _version_of(re.split(r"[\[<>=!~;]", requirement)[0])
+        for requirement in _requirements(text):
+            found = _version_of(re.split(r"[\[<>=!~]", requirement)[0])
             if found is None or not _satisfies(found, requirement):
                 remarks = [origin, f"{found} is installed" if found else ""]
                 missing.setdefault(requirement, ", ".join(filter(None, remarks)))
     return missing
+
+
+def _requirements(text: str) -> list[str]:
+    """Those of the lines that apply to this Python; conditions in setup.cfg are of the form python_version < "3.11"."""
+    found = []
+    for line in text.strip().splitlines():
+        requirement, _, condition = line.partition(";")
+        if not condition or sys.version_info < _numbers(condition.split('"')[1]):
+            found.append(requirement.strip())
+    return found
 
 
 def _version_of(package: str) -> str | None:
