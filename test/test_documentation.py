@@ -253,6 +253,7 @@ LONGER_PAGES = {
     "docs/reproduced.md": "one table for each published result, looked up from a list at its top",
     "docs/benchmarks.md": "bench/README.md: one table for each measurement",
     "docs/changes.md": "CHANGELOG.md",
+    "docs/tested.md": "one row for each promise",
 }
 
 
