@@ -203,3 +203,40 @@ def test_recordings_in_the_forms_of_skypilot_and_parcae_are_read(save):
     parcae = "0,add,node1\n0,add,node2\n60000,add,node3\n180000,remove,node1\n240000,remove,node2\n"
     recording = Recording.read(save(parcae))
     assert (recording.times.tolist(), recording.counts.tolist()) == ([0, 60, 180, 240], [2, 3, 2])
+
+
+REPLAY = """\
+[0, "add", {"nodes": ["node-0", "node-1", "node-2"], "duration": 60000, "liveput_predict_strategy": [8, 4]}]
+[60000, "no-op", {"nodes": [], "duration": 60000}]
+
+[120000, "remove", {"nodes": ["node-2", "node-0"], "duration": 60000}]
+[180000, "migration", {"nodes": ["node-1"], "duration": 60000}]
+[240000, "add", {"nodes": ["node-3"], "duration": 60000}]
+"""
+
+
+def test_events_that_parcae_replays_are_read(save):
+    recording = Recording.read(save(REPLAY))
+    assert (recording.times.tolist(), recording.counts.tolist()) == ([0, 60, 120, 180, 240], [3, 3, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ('"node-2", "node-0"', '"node-5"', 4, "a removed node must be present, got 'node-5'"),
+        ('"node-3"', '"node-1"', 6, "an added node must be absent, got 'node-1'"),
+        (
+            REPLAY.splitlines()[3],
+            "[1, 2]",
+            4,
+            'a line must be [milliseconds, "event", {"nodes": [names]}], got \'[1, 2]\'',
+        ),
+        ("[120000", "[1", 4, "a time must not be earlier than the previous one, got 0.001 s after 60 s"),
+        ("[120000", "[1e400", 5, "a time must not be earlier than the previous one, got 180 s after inf s"),
+        ('"node-3"], "duration": 60000}]', '"node-3"', 6, "the file must be JSON (Expecting ',' delimiter), got ''"),
+    ],
+)
+def test_wrong_events_in_json_are_rejected_with_their_line(save, old, new, line, message):
+    path = save(REPLAY.replace(old, new))
+    with rejects(path, line, message):
+        Recording.read(path)

@@ -10,7 +10,7 @@ import variable_batch_size as vbs
 from variable_batch_size.traces import Recording, Stages, Trace, growth_for_decay, rampup, seesaw, zoo
 
 ROOT = Path(__file__).parents[2]
-RECORDINGS = ["bamboo-g4dn-1c", "bamboo-g4dn-1d", "bamboo-p2", "pollux-arrivals"]
+RECORDINGS = ["bamboo-g4dn-1c", "bamboo-g4dn-1d", "bamboo-p2", "parcae-p3", "pollux-arrivals"]
 
 
 @pytest.mark.parametrize("name", zoo.names())

@@ -30,6 +30,7 @@ TIME_UNITS: Mapping[TimeUnit, float] = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 
 
 _Cells = tuple[str, str, str]  # a place in a file, and the texts of a time and a number of devices
 _Row = tuple[str, float, int]  # a place in a file, the time in seconds, and the number of devices from then on
+_Event = tuple[str, float, str, list[str]]  # a place in a file, milliseconds, what happened, and to which nodes
 _LATEST = 1e15  # seconds
 _MOST_DEVICES = 10**9
 _CLOSE = 1e-6  # smaller fractions of a minibatch or step are floating-point errors
@@ -38,6 +39,7 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _WHOLE = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
 _QUOTED_OR_COMMENT = re.compile(r"""(?:^|(?<=[,\n]))[ \t]*("[^"]*(?:""[^"]*)*")[ \t]*|\#[^\n]*""")
 _EVENTS = ("add", "remove")
+_EVENT_IN_JSON = re.compile(r'\s*\[\s*[^\s,\[]+\s*,\s*"')  # the beginning of [milliseconds, "event", …
 _JOB = ("submit_time", "duration", "worker_num", "gpu_request")
 _STRUCTURES = 'the file must be [{"time": t, "cores": n}, …] or {"metadata": {"gap_seconds": g}, "data": [counts]}'
 _NUMBERS = (int, float)  # of JSON, without bool
@@ -77,14 +79,16 @@ class Recording:
 
         - CSV: a header, then rows of a time and the number of devices until the next row's time. The last row only
           gives the end of the recording. Times are numbers or dates such as ``2026-03-01T12:00:00Z``.
-        - Events: rows ``milliseconds,add|remove,node``; the last event only gives the end of the recording.
+        - Events: rows ``milliseconds,add|remove,node``, or lines ``[milliseconds, "event", {"nodes": [names]}]`` as
+          published with Parcae, of which only those with ``"add"`` and ``"remove"`` change the devices. The last event
+          only gives the end of the recording.
         - Jobs: CSV with the columns ``submit_time``, ``duration``, in seconds, ``worker_num`` and ``gpu_request``, as
           published by Alibaba. The devices are those in use if each job starts at once; with a column ``job_type``,
           only by jobs of the type Spot.
         - JSON records: ``[{"time": t, "cores": n}, …]``, with the meaning of the rows of a CSV file.
         - JSON counts: ``{"metadata": {"gap_seconds": g}, "data": [counts]}``, each count for g seconds.
 
-        In the first two, quoted cells, blank lines and ``#`` comments are allowed. A ValueError has file, line and
+        In tables, quoted cells, blank lines and ``#`` comments are allowed. A ValueError has file, line and
         value of the first invalid row.
 
         Args:
@@ -105,7 +109,9 @@ class Recording:
         elif first != "[" and any(
             cell.lower() in _EVENTS for _, cells in islice(_table(source, text), 2) for cell in cells[1:2]
         ):
-            format, rows = "events", _event_rows(source, text)
+            format, rows = "events", _event_rows(_events_in_table(source, text))
+        elif _EVENT_IN_JSON.match(text):
+            format, rows = "events", _event_rows(_events_in_json(source, text))
         elif first != "[" and set(_JOB) <= set(next(_table(source, text), (1, []))[1]):
             format, rows = "jobs", _job_rows(source, text)
         else:
@@ -252,28 +258,50 @@ def _places_of_records(source: str, text: str) -> Iterator[str]:
         line, position = line + text.count("\n", start, end), end
 
 
-def _event_rows(source: str, text: str) -> Iterator[_Row]:
-    """The rows of a table of ``milliseconds,add|remove,node``, with or without a header."""
-    nodes = set[str]()
-    time, place = -math.inf, f"{source}:1"
+def _events_in_table(source: str, text: str) -> Iterator[_Event]:
+    """The events of a table of ``milliseconds,add|remove,node``, with or without a header."""
     for number, (line, cells) in enumerate(_table(source, text)):
         if number == 0 and not any(_NUMBER.fullmatch(cell) or cell.lower() in _EVENTS for cell in cells):
             continue  # a header
-        before, place_before, place = time, place, f"{source}:{line}"
+        place = f"{source}:{line}"
         if len(cells) != 3:
             refuse(place, "a row must be milliseconds,add|remove,node", repr(",".join(cells))[:80])
-        time, event, node = _number(place, cells[0]) * TIME_UNITS["ms"], cells[1].lower(), cells[2]
+        event = cells[1].lower()
         if event not in _EVENTS:
             refuse(place, "an event must be add or remove", repr(cells[1])[:80])
+        yield place, _number(place, cells[0]), event, [cells[2]]
+
+
+def _events_in_json(source: str, text: str) -> Iterator[_Event]:
+    """The events of lines ``[milliseconds, "event", {"nodes": [names]}]``."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        place = f"{source}:{number}"
+        match _parsed_json(source, line, first_line=number):
+            case [int() | float() as time, str() as event, {"nodes": list() as nodes}] if not isinstance(time, bool):
+                yield place, float(time), event, list(map(str, nodes))
+            case _:
+                refuse(place, 'a line must be [milliseconds, "event", {"nodes": [names]}]', repr(line)[:80])
+
+
+def _event_rows(events: Iterable[_Event]) -> Iterator[_Row]:
+    """The number of nodes after the events of each time."""
+    present = set[str]()
+    time, place = -math.inf, ""
+    for place_of_event, milliseconds, event, nodes in events:
+        before, place_before = time, place
+        time, place = milliseconds * TIME_UNITS["ms"], place_of_event
         if time < before:
             refuse(place, "a time must not be earlier than the previous one", f"{time:.15g} s after {before:.15g} s")
         if time > before > -math.inf:
-            yield place_before, before, len(nodes)
-        if (node in nodes) == (event == "add"):
-            rule = "an added node must be absent" if event == "add" else "a removed node must be present"
-            refuse(place, rule, repr(node)[:80])
-        nodes ^= {node}
-    yield place, time, len(nodes)
+            yield place_before, before, len(present)
+        for node in nodes if event in _EVENTS else ():
+            if (node in present) == (event == "add"):
+                rule = "an added node must be absent" if event == "add" else "a removed node must be present"
+                refuse(place, rule, repr(node)[:80])
+            present ^= {node}
+    yield place, time, len(present)
 
 
 def _job_rows(source: str, text: str) -> Iterator[_Row]:
@@ -322,14 +350,15 @@ def _date(place: str, text: str) -> float:
         refuse(place, "times must be all numbers, or all dates like 2026-03-01T12:00:00Z", repr(text)[:80])
 
 
-def _parsed_json(source: str, text: str) -> Any:
+def _parsed_json(source: str, text: str, first_line: int = 1) -> Any:
     try:
         # int() rejects thousands of digits, without naming a line
         return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 20 else math.inf)
     except json.JSONDecodeError as error:
-        refuse(f"{source}:{error.lineno}", f"the file must be JSON ({error.msg})", repr(text[error.pos :][:20]))
+        place = f"{source}:{first_line - 1 + error.lineno}"
+        refuse(place, f"the file must be JSON ({error.msg})", repr(text[error.pos :][:20]))
     except RecursionError:
-        refuse(f"{source}:1", "the file must be JSON", "JSON that is nested too deeply")
+        refuse(f"{source}:{first_line}", "the file must be JSON", "JSON that is nested too deeply")
 
 
 def _json_rows(source: str, text: str) -> Iterator[_Row]:
