@@ -81,7 +81,7 @@ OF_SCHEDULES = [
     "test/schedules/test_schedule_batch_sizes.py",
     "test/schedules/test_schedule.py",
     "test/schedules/test_schedule_history.py",
-    "test/schedules/test_live.py",
+    "test/schedules/test_policy_schedule.py",
 ]
 OF_SETTINGS = ["test/optim/test_hyperparameters.py", "test/optim/test_proxy.py"]
 OF_OPTIMIZER = [

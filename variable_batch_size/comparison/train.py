@@ -30,7 +30,7 @@ from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.runs.log import Log, Metrics
 from variable_batch_size.runs.sinks import JsonLines, TensorBoard
-from variable_batch_size.schedules.live import PolicySchedule
+from variable_batch_size.schedules.policy_schedule import PolicySchedule
 from variable_batch_size.traces.trace import Trace
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xla": "xla"}

@@ -18,9 +18,9 @@ from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import RunCount
 from variable_batch_size.data.shares import ASSIGN, MOST_AHEAD, SHARES, AsFree, Assign, PassCounter, Shares
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
-from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.schedules.open_steps import OpenSchedule, OpenSteps
 from variable_batch_size.schedules.permutation import Permutation
+from variable_batch_size.schedules.policy_schedule import PolicySchedule
 from variable_batch_size.schedules.schedule import BaseSchedule, Minibatches, OnEnd, Schedule
 from variable_batch_size.schedules.watched import WatchedSchedule
 from variable_batch_size.traces.trace import TraceLike

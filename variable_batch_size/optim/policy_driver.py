@@ -12,7 +12,7 @@ from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.policies.hints import Hints, hints_of
 from variable_batch_size.policies.policy import Decision, Situation
 from variable_batch_size.policies.timing import PolicyTiming
-from variable_batch_size.schedules.live import PolicySchedule
+from variable_batch_size.schedules.policy_schedule import PolicySchedule
 from variable_batch_size.schedules.schedule import Integers
 
 Record = dict[str, Any]

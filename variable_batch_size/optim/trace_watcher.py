@@ -8,7 +8,7 @@ import torch
 
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.optim.policy_driver import PolicyDriver, Record, agree
-from variable_batch_size.schedules.live import PolicySchedule
+from variable_batch_size.schedules.policy_schedule import PolicySchedule
 from variable_batch_size.schedules.schedule import BaseSchedule, Integers
 from variable_batch_size.schedules.watched import WatchedSchedule
 

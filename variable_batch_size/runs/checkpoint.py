@@ -27,7 +27,7 @@ from variable_batch_size.runs import state_file
 from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import JsonLines
 from variable_batch_size.runs.store import ASSIGNED, DECISIONS, EXECUTED, CheckpointStore, ExecutedTrace, Format
-from variable_batch_size.schedules.live import PolicySchedule
+from variable_batch_size.schedules.policy_schedule import PolicySchedule
 from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from variable_batch_size.schedules.live import PolicySchedule
+from variable_batch_size.schedules.policy_schedule import PolicySchedule
 
 
 def live(rows=(), *, dataset_size=300, cores=4, lead=16):
