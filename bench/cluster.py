@@ -104,7 +104,12 @@ def measured(name: str, found: dict[str, dict[str, dict[str, Any]]]) -> Hinted:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mnist", metavar="DIR", help="of MNIST (default: a larger network on digits in its place)")
+    parser.add_argument(
+        "--mnist",
+        metavar="DIR",
+        type=os.path.abspath,
+        help="of MNIST (default: a larger network on digits in its place)",
+    )
     parser.add_argument("--local", action="store_true", help="without Ray")
     parser.add_argument("--exact", action="store_true", help="in exact mode, which takes longer")
     parser.add_argument("--scale", type=float, default=1.0, help="of the lengths of the jobs")
