@@ -61,10 +61,10 @@ def test_executed_steps_and_decisions_are_shown(tmp_path):
     ]
     (tmp_path / "decisions.jsonl").write_text("".join(json.dumps(decision) + "\n" for decision in decisions))
     found = shown(WatchedRun(str(tmp_path)))
-    assert found["steps"]["step"] == [1, 2, 3]
-    assert found["steps"]["batch_size"] == [32, 64, 64]
-    assert found["steps"]["samples"] == [32, 96, 160]
-    assert found["steps"]["progress"] == [3.0, 3.0, 4.5]  # between the records of the log
+    assert found["steps"]["step"] == [1, 2, 3, 4]  # the last one by the log, as it was not saved yet
+    assert found["steps"]["batch_size"] == [32, 64, 64, 64]
+    assert found["steps"]["samples"] == [32, 96, 160, 256]
+    assert found["steps"]["progress"] == [1.5, 3.0, 4.5, 6.0]  # between the records of the log
     assert [decision["why"] for decision in found["decisions"]] == ["first decision", "goodput +9 %", "<b>cores</b>"]
     assert found["num_decisions"] == 4
 
@@ -131,6 +131,31 @@ def test_a_long_log_is_shown_at_once_and_read_completely_afterwards(tmp_path, mo
         pass
     last = shown(run)
     assert (last["read"], last["num_records"], last["latest"]["step"]) == (1.0, 3001, 3001)
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write("".join(line(step) for step in range(3002, 3402)))
+    found = shown(run)
+    assert found["read"] < 1  # again, but all that was read before is shown
+    assert found["log"]["step"][:750] == last["log"]["step"][:750]
+    while run.poll():
+        pass
+    write_log(tmp_path, range(1, 3001), loss=7.0)
+    run.poll()
+    run.poll()
+    found = shown(run)
+    assert found["read"] < 1
+    assert set(found["log"]["loss"]) == {7.0}  # nothing of the log that was replaced
+
+
+@pytest.mark.parametrize("strange", [{"lr": [0.1, 0.2]}, {"cores": 10**400}, {"loss": "<b>"}, {"gain": {}}])
+def test_strange_records_are_gaps_and_the_others_are_shown(tmp_path, strange):
+    lines = [line(1), line(2, **strange), line(3, **strange), "[" * 100_000 + "\n", line(4)]
+    (tmp_path / "log.jsonl").write_text("".join(lines))
+    (tmp_path / "executed.csv").write_text(f"step,batchsize\n0,64\n1,{'9' * 5000}\n1,64\n")
+    found = shown(WatchedRun(str(tmp_path)))
+    assert found["log"]["step"] == [1, 2, 3, 4]
+    assert found["steps"]["step"] == [1, 2, 3, 4]
+    only = write_log(tmp_path / "only", range(1, 4), **strange)
+    assert shown(WatchedRun(str(only)))["log"]["step"] == [1, 2, 3]
 
 
 def test_numbers_that_are_not_finite_are_gaps(tmp_path):

@@ -18,7 +18,7 @@ def test_few_records_are_kept_as_they_are():
     assert columns["loss"].tolist() == columns["loss_low"].tolist() == [1.99, 1.98, 1.97]
     # 640 samples between records, at 1,280 per second
     assert columns["seconds"].tolist() == [0.5, 1.0, 1.5]
-    assert columns["seconds_per_step"].tolist()[1:] == [0.05, 0.05]
+    assert columns["seconds_per_step"].tolist() == [0.05, 0.05, 0.05]
     assert np.isnan(columns["tokens"]).all()
 
 
@@ -63,6 +63,26 @@ def test_the_smooth_loss_is_the_mean_of_the_latest_two_percent():
     assert series.columns()["loss_smooth"][[0, 1, 99]].tolist() == [1.0, 1.5, 99.5]
 
 
+def test_one_huge_loss_leaves_the_smooth_loss_after_it_as_it_is():
+    series = Series()
+    series.add([record(step, loss=1e20 if step == 50 else 2.0) for step in range(1, 201)])
+    smooth = series.columns()["loss_smooth"]
+    assert smooth[48] == 2.0 < smooth[49]
+    assert smooth[60:].tolist() == [2.0] * 140
+
+
+@pytest.mark.parametrize("part", [1, 7, 100])
+def test_a_log_that_grows_has_the_columns_of_one_that_is_read_at_once(part):
+    records = [record(step, batch_size=64 + step, samples_per_second=1000.0 + step) for step in range(1, 101)]
+    whole, grown = Series(), Series()
+    whole.add(records)
+    for start in range(0, 100, part):
+        grown.add(records[start : start + part])
+    for name, values in whole.columns().items():
+        np.testing.assert_allclose(grown.columns()[name], values, rtol=1e-12, err_msg=name)
+
+
 def test_lines_that_are_no_records_are_left_out():
     assert parsed([b'{"a": 1}', b"{", b"[]", b'"<b>"', b"", b'{"b": 2}', b"\xff"]) == [{"a": 1}, {"b": 2}]
+    assert parsed([b'{"a": 1', b'"b": 2}', b"[" * 100_000]) == []
     assert parsed([b'{"a": 1}', b'{"b": 2}']) == [{"a": 1}, {"b": 2}]

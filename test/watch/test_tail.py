@@ -87,6 +87,28 @@ def test_skipping_leaves_only_what_is_appended(tmp_path):
     assert tail.lines() == [b"three", b"four"]
 
 
+def test_a_line_without_end_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(tail_module, "_MOST_BYTES", 100)
+    path = tmp_path / "log"
+    path.write_bytes(b"one\n" + b"x" * 1000 + b"\ntwo\n")
+    tail, found = Tail(str(tmp_path), "log"), []
+    for _ in range(20):
+        found += tail.lines()
+    assert (found[0], found[-1], tail.has_more, tail.num_restarts) == (b"one", b"two", False, 0)
+
+
+def test_a_directory_may_be_a_link_that_later_leads_elsewhere(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log").write_text(f"{name}\n")
+    (tmp_path / "latest").symlink_to(tmp_path / "a")
+    tail = Tail(str(tmp_path / "latest"), "log")
+    assert tail.lines() == [b"a"]
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to(tmp_path / "b")
+    assert (tail.lines(), tail.num_restarts, tail.lines()) == ([], 1, [b"b"])
+
+
 def test_a_link_out_of_the_directory_is_not_followed(tmp_path):
     (tmp_path / "secret").write_text("secret\n")
     (tmp_path / "run").mkdir()

@@ -16,6 +16,7 @@ from variable_batch_size.watch.tail import Tail
 LOG, EXECUTED, DECISIONS = "log.jsonl", "executed.csv", "decisions.jsonl"
 _MOST_DECISIONS = 500
 _NUM_SAMPLED = 1000
+_LONGEST_ROW = 40  # bytes of a step and a batch size; longer numbers are none
 _SECONDS_BETWEEN_LOOKS = 5.0  # at the lock of a run at a URL
 _SHORTEST_SILENCE = 60.0  # seconds without a record, after which a run without a lock is suspected to have ended
 
@@ -28,17 +29,17 @@ class WatchedRun:
         self.version = 0  # changes whenever something else is to be shown
         self._is_remote = is_url(directory)
         self._log, self._executed, self._decided = (Tail(directory, name) for name in (LOG, EXECUTED, DECISIONS))
-        self._lock, self._end = Tail(directory, LOCK), Tail(directory, LOG)
+        self._lock = Tail(directory, LOCK)
         self._begin_log()
         self._begin_executed()
         self._begin_decisions()
-        self._preview: Series | None = None
         self._restarts = [0, 0, 0]
         self._state: tuple[str, str] = ("waiting", "")
         self._looked_at = -math.inf  # for its state
 
     def _begin_log(self) -> None:
         self._series = Series()
+        self._preview: Series | None = None
 
     def _begin_executed(self) -> None:
         self._steps, self._num_samples = Series(), 0
@@ -53,8 +54,10 @@ class WatchedRun:
         before = self._shown()
         if self._preview is None:
             self._preview = self._first_look()
-        elif self._log.has_more:
+        elif self._preview.num_records and self._log.has_more:
             self._preview.add(parsed(self._end.lines()))
+        elif self._preview.num_records:  # the log was read completely
+            self._preview = Series()
         for number, (tail, add, begin) in enumerate(
             (
                 (self._log, self._add_log, self._begin_log),
@@ -82,7 +85,7 @@ class WatchedRun:
 
     def _first_look(self) -> Series:
         """A sample of a long log, which takes a while to read, and from now on what is appended to it."""
-        series = Series()
+        series, self._end = Series(), Tail(self.name, LOG)
         if self._log.is_long():
             self._end.skip()
             series.add(parsed(self._log.sample(_NUM_SAMPLED)))
@@ -95,7 +98,7 @@ class WatchedRun:
         rows = []
         for line in lines:
             step, _, size = line.partition(b",")
-            if step.isdigit() and size.strip().isdigit():
+            if step.isdigit() and size.strip().isdigit() and len(line) < _LONGEST_ROW:
                 rows.append((int(step) + 1, int(size)))
             elif line.startswith(b"# executed from"):
                 self.origin = line[2:].decode(errors="replace")
@@ -150,16 +153,17 @@ class WatchedRun:
         }
 
     def _executed_columns(self, log: Columns) -> dict[str, list[float | None]]:
-        """The batch sizes of all steps, over every axis that the log knows."""
+        """The batch sizes of all steps, over every axis that the log knows; since the latest save, those of the log."""
         found = self._steps.columns()
         steps = found["step"]
         if not len(steps):
             return {}
-        shown = {name: found[name] for name in ("step", "samples", "batch_size")}
+        since = log["step"] > steps[-1]
+        shown = {name: np.append(found[name], log[name][since]) for name in ("step", "samples", "batch_size")}
         for name in set(POSITIONS) - shown.keys():
             known = np.isfinite(log[name])
             if known.any():
-                shown[name] = np.interp(steps, log["step"][known], log[name][known])
+                shown[name] = np.interp(shown["step"], *(np.append(0.0, log[of][known]) for of in ("step", name)))
         return {name: _rounded(values, name) for name, values in shown.items()}
 
 
@@ -188,5 +192,5 @@ def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, str):
             found[name] = value[:400]
         elif isinstance(value, int | float):
-            found[name] = value if math.isfinite(value) else None
+            found[name] = value if -math.inf < value < math.inf else None
     return found

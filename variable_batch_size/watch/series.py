@@ -37,10 +37,13 @@ def parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """The JSON records in some lines; others are left out, as the page must survive any file."""
     try:
         found = json.loads(b"[" + b",".join(lines) + b"]")  # at once, which is faster
-    except ValueError:
+        is_right = len(found) == len(lines)  # two lines may be one record together
+    except (ValueError, RecursionError):
+        is_right = False
+    if not is_right:
         found = []
         for line in lines:
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
     return [record for record in found if isinstance(record, dict)]
 
@@ -54,7 +57,7 @@ class Series:
         self._stride = 1
         self._full = _empty()
         self._rest = _empty()  # the records that do not fill a bucket yet
-        self._samples = self._seconds = 0.0
+        self._step = self._samples = self._seconds = 0.0  # of the last record
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Add the records of a log that are of steps."""
@@ -90,12 +93,12 @@ class Series:
         """The seconds since the start, by the samples per second of each record."""
         samples = new["samples"]
         done = np.diff(samples, prepend=self._samples)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             took = np.nan_to_num(done / new["samples_per_second"], nan=0.0, posinf=0.0, neginf=0.0)
-            steps = np.diff(new["step"], prepend=np.nan)
+            steps = np.diff(new["step"], prepend=self._step)
             new["seconds_per_step"] = np.where(steps > 0, took / steps, np.nan)
         new["seconds"] = self._seconds + np.cumsum(np.maximum(took, 0.0))
-        self._samples, self._seconds = float(samples[-1]), float(new["seconds"][-1])
+        self._step, self._samples, self._seconds = (float(new[name][-1]) for name in ("step", "samples", "seconds"))
 
     def columns(self) -> Columns:
         """All buckets, the last of which may have fewer records; and the smoothed loss."""
@@ -112,11 +115,12 @@ def _empty() -> Columns:
 def _column(records: Sequence[Mapping[str, Any]], name: str) -> npt.NDArray[np.float64]:
     """The numbers of a name, NaN for what is none."""
     values = [record.get(name) for record in records]
-    try:
-        return np.array(values, dtype=np.float64)
-    except (ValueError, TypeError, OverflowError):  # a text, a list, a number of thousands of digits
-        numbers = [isinstance(value, int | float) and abs(value) < 1e300 for value in values]
-        return np.array([value if is_one else math.nan for value, is_one in zip(values, numbers, strict=True)], float)
+    with suppress(ValueError, TypeError, OverflowError):  # a text, a list, a number of thousands of digits
+        column = np.array(values, dtype=np.float64)
+        if column.ndim == 1:
+            return column
+    numbers = [isinstance(value, int | float) and abs(value) < 1e300 for value in values]
+    return np.array([value if is_one else math.nan for value, is_one in zip(values, numbers, strict=True)], float)
 
 
 def _merged(columns: Columns, number: int) -> Columns:
@@ -132,18 +136,18 @@ def _merged(columns: Columns, number: int) -> Columns:
             found[name] = _ENDS[name][1].reduce(rows, axis=1)
         else:
             known = np.isfinite(rows)
-            with np.errstate(invalid="ignore"):
+            with np.errstate(invalid="ignore", over="ignore"):
                 found[name] = np.where(known, rows, 0.0).sum(axis=1) / known.sum(axis=1)
     return found
 
 
 def _smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """The mean of the latest 2 % of the values at each of them."""
+    if not len(values):
+        return values
     window = max(1, len(values) // 50)
-    known = np.isfinite(values)
-    sums, counts = (
-        np.concatenate(([0.0], np.cumsum(part))) for part in (np.where(known, values, 0.0), known.astype(np.float64))
-    )
-    begins = np.maximum(np.arange(len(values)) + 1 - window, 0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray((sums[1:] - sums[begins]) / (counts[1:] - counts[begins]))
+    # each window is summed by itself: in differences of sums from the start, one huge loss would erase all later ones
+    windows = np.lib.stride_tricks.sliding_window_view(np.append(np.full(window - 1, np.nan), values), window)
+    known = np.isfinite(windows)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.asarray(np.where(known, windows, 0.0).sum(axis=1) / known.sum(axis=1))

@@ -30,9 +30,7 @@ class Tail:
             self._remote, root = filesystem_of(directory)
             self._path = f"{root.rstrip('/')}/{name}"
         else:
-            folder = local_path(directory)
-            self._path = str(folder / name)
-            self._folder = folder.resolve()
+            self._path = str(local_path(directory) / name)
 
     @property
     def share(self) -> float:
@@ -52,7 +50,7 @@ class Tail:
             text = self._read(start, end) if end > start else b""
             self.error = None
         except FileNotFoundError:
-            self._size, text = 0, b""
+            self._size, text, self.error = 0, b"", None
         except OSError as error:
             self.error, self.has_more = str(error), False
             return []
@@ -62,7 +60,10 @@ class Tail:
             return []
         self.has_more = self._size > self._position + _MOST_BYTES
         complete, newline, _ = text[len(self._before) :].rpartition(b"\n")
-        if not newline:
+        if not newline and len(text) - len(self._before) < _MOST_BYTES:
+            return []
+        if not newline:  # no line of a run is as long: what follows is no record either
+            self._position, self._before = end, text[-_OVERLAP:]
             return []
         self._position += len(complete) + 1
         self._before = (self._before + complete + newline)[-_OVERLAP:]
@@ -77,9 +78,9 @@ class Tail:
             self._position, self._before = start + len(complete + newline), (complete + newline)[-_OVERLAP:]
 
     def is_long(self) -> bool:
-        """Whether it takes more than a moment to read it."""
+        """Whether it takes more than a moment to read it, and less to read a sample of it, which is many requests."""
         with suppress(OSError):
-            return self._found_size() > _MOST_BYTES
+            return self._remote is None and self._found_size() > _MOST_BYTES
         return False
 
     def sample(self, number: int) -> list[bytes]:
@@ -116,7 +117,7 @@ class Tail:
                 except FileNotFoundError:
                     return 0
         path = Path(self._path)
-        if path.exists() and not path.resolve().is_relative_to(self._folder):
+        if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
             raise PermissionError(f"{path} leads out of the directory")
         return os.stat(path).st_size
 
