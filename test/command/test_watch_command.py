@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 from watched_runs import line, write_log
 
 from variable_batch_size.command.main import main
+from variable_batch_size.command.watch import answer_forecast
+
+RECORDED = Path(__file__).parents[1] / "planning/forecast_runs/constant"
 
 
 def test_it_serves_growing_runs_until_it_is_interrupted(tmp_path):
@@ -52,7 +56,36 @@ def _refuse(server):
     raise OSError("taken")
 
 
-@pytest.mark.parametrize("options", [["--samples", "5", "--steps", "5"], ["--samples", "0"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--samples", "5", "--steps", "5"],
+        ["--samples", "0"],
+        ["--progress", "inf"],
+        ["--progress", "nan"],
+        ["--progress", "-1"],
+        ["--port", "65536"],
+        ["--port", "-1"],
+    ],
+)
 def test_wrong_options_are_refused(tmp_path, options):
     with pytest.raises(SystemExit):
         main(["watch", str(tmp_path), *options])
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"samples": "1T"}, r"the rest must have at most 300,000 steps, to be forecast here, got 15,624,999,440"),
+        ({"samples": "10M", "policies": "16"}, "must have at most 300,000 steps"),
+        ({"samples": "100K", "price": "x"}, "`price` must be a number, got 'x'"),
+        ({}, "`samples` must be given"),
+    ],
+)
+def test_a_form_that_cannot_be_answered_is_refused(query, message):
+    with pytest.raises(ValueError, match=message):
+        answer_forecast(str(RECORDED), query)
+
+
+def test_a_number_of_cores_is_forecast_once():
+    assert len(answer_forecast(str(RECORDED), {"samples": "100K", "cores": "2 4 2"})["table"]) == 3

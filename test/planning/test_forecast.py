@@ -101,6 +101,59 @@ def test_a_run_without_noise_counts_samples(tmp_path):
     assert (found["64"].updates, found["128"].updates) == (100, 50)
 
 
+def test_a_run_that_resumed_with_other_settings_is_forecast_with_those(tmp_path):
+    directory, _ = cut("autoscale", 0.5, tmp_path)
+    before = RunSoFar.read(directory)
+    old = "decided by Autoscale(every=10, lead=4, max_batch_size=512, max_growth=2.0, threshold=1.05)"
+    new = "decided by Autoscale(every=10, lead=4, max_batch_size=64, max_growth=2.0, threshold=1.05)"
+    lines = (tmp_path / "executed.csv").read_text().splitlines()
+    row = lines.index(next(line for line in lines if line.startswith("300,")))
+    said = (
+        f"# from here on: trace was {old} and is {new}; minibatch_size was 16 and is 32; ref_batchsize was 32 and is 64"
+    )
+    (tmp_path / "executed.csv").write_text("\n".join([*lines[:row], said, *lines[row:], ""]))
+    run = RunSoFar.read(directory)
+    assert run.policy == before.policy.replace("=512", "=64")
+    assert (run.minibatch_size, run.ref_batchsize, run.capacity) == (32, 64, 1792)
+    assert len(run.times) == (run.step - 300) // 10 - 1 < len(before.times)  # the others had other minibatches
+    again = f"# from here on: trace was {new} and is 451 steps, sha256 c73cc6b88155c003\n9999,64\n"
+    with (tmp_path / "executed.csv").open("a") as file:
+        file.write(again)
+    run = RunSoFar.read(directory)
+    assert (run.policy, run.trace) == (None, "451 steps, sha256 c73cc6b88155c003")
+
+
+def test_a_restart_on_other_cores_counts_for_a_trace(tmp_path):
+    run = RunSoFar.read(cut("stages", 0.5, tmp_path)[0])
+    given = {"trace": Trace.of(TRACES["stages"]), "samples": run.samples + 6400, "cores": [1, 2], "price": 3600.0}
+    (_, one), (_, two) = forecast(run, {}, **given)
+    (_, same), (_, later) = forecast(run, {}, **given, restart_seconds=60.0)
+    assert (same.seconds, same.restarts) == (one.seconds, 0)
+    assert (later.seconds, later.restarts) == (pytest.approx(two.seconds + 60), 1)
+    assert later.cost == pytest.approx(two.cost + 120)
+    assert later.moments[0].seconds == 60
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("samples", float("nan"), "must be an integer of at least 0, got nan"),
+        ("step", None, "must be an integer of at least 0, got None"),
+        ("batch_size", 0, "must be an integer of at least 1, got 0"),
+        ("cores", "two", "must be an integer of at least 1, got 'two'"),
+        ("progress", None, "must be a number of at least 0, got None"),
+        ("noise_scale", [1], r"must be a number, got \[1\]"),
+    ],
+)
+def test_records_with_other_than_numbers_are_refused(tmp_path, name, value, rule):
+    directory, _ = cut("autoscale", 0.5, tmp_path)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    lines[29] = json.dumps({**json.loads(lines[29]), name: value})
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=f"{tmp_path}/log.jsonl:30: `{name}` {rule}"):
+        RunSoFar.read(directory)
+
+
 def test_one_record_less_or_a_wrong_trace_is_refused(tmp_path):
     directory, _ = cut("stages", 0.5, tmp_path)
     run = RunSoFar.read(directory)

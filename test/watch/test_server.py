@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 from contextlib import contextmanager
 
@@ -72,7 +73,40 @@ def test_data_are_sent_once_for_each_version(server, runs):
     assert [run["name"] for run in found["runs"]] == [str(run) for run in runs]
     assert found["runs"][0]["log"]["step"] == [1, 2, 3, 4]
     assert get(server, f"/data?seen={found['version']}")[:2] == (204, b"")
-    assert get(server, "/data?seen=x")[0] == 200
+    for seen in ("x", "--5", "-", "9" * 5000, ""):
+        assert get(server, f"/data?seen={seen}")[0] == 200
+
+
+def test_addresses_that_are_none_are_refused(server, capfd):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+    connection.putrequest("GET", "http://[/", skip_host=True)
+    connection.putheader("Host", "localhost")
+    connection.endheaders()
+    assert connection.getresponse().status == 400
+    connection.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_the_page_of_an_earlier_server_gets_the_data_of_this_one(runs):
+    seen = []
+    for run in runs:
+        with serving(run) as server:
+            seen.append(json.loads(get(server, f"/data?seen={seen[-1] if seen else ''}")[1])["version"])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_reader_that_has_failed_is_said(tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("a bug")
+
+    with serving(write_log(tmp_path, range(1, 5))) as server:
+        seen = json.loads(get(server, "/data")[1])["version"]
+        monkeypatch.setattr(server.watcher.runs[0], "poll", fail)
+        server.watcher._thread.join()
+        assert get(server, f"/data?seen={seen}")[:2] == (
+            500,
+            b"vbs watch has failed to read the runs, and has printed why\n",
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,10 +119,22 @@ def test_nothing_else_is_served(server, path):
     assert get(server, "/data", method="POST")[0] == 501
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example:80", ""])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "localhost:1:1",
+        "1",
+        "evil.example:8765",
+        "127.0.0.1.evil.example:80",
+        "",
+    ],
+)
 def test_names_that_lead_to_this_machine_are_refused(server, host):
     assert get(server, "/data", Host=host)[0] == 403
-    assert get(server, "/data", Host="localhost:1")[0] == 200
+    for own in ("localhost:1", "127.0.0.1:8765", "[::1]:1", "127.0.0.1"):  # without a port, which is 80
+        assert get(server, "/data", Host=own)[0] == 200
 
 
 def test_another_address_needs_the_token(runs):
@@ -97,12 +143,25 @@ def test_another_address_needs_the_token(runs):
         assert len(token) > 15
         for path in ("/", "/data", "/plotly.js", "/data?token=", "/data?token=wrong", "/forecast?run=0"):
             assert get(server, path)[0] == 403
-        assert get(server, "/data", Cookie="vbs-token=wrong")[0] == 403
+        name = f"vbs-token-{server.server_address[1]}"
+        assert get(server, "/data", Cookie=f"{name}=wrong")[0] == 403
         assert get(server, "/data", Cookie="\x01=;;")[0] == 403
         status, _, answer = get(server, f"/?token={token}", Host="example.org")
         cookie = answer.getheader("Set-Cookie")
         assert status == 200 and "HttpOnly" in cookie and "SameSite=Strict" in cookie
-        assert get(server, "/data", Cookie=cookie.partition(";")[0])[0] == 200
+        assert cookie.startswith(f"{name}={token};")  # of this port: a host has one set of cookies
+        others = 'a={"b": 1}; vbs-token-1=other; '
+        assert get(server, "/data", Cookie=others + cookie.partition(";")[0])[0] == 200
+
+
+def test_a_silent_client_is_disconnected(server, monkeypatch, capfd):
+    assert 10 < server.RequestHandlerClass.timeout < 600
+    monkeypatch.setattr(server.RequestHandlerClass, "timeout", 0.05)
+    with socket.create_connection(server.server_address) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: loc")
+        client.settimeout(60)
+        assert client.recv(10) == b""
+    assert capfd.readouterr().err == ""
 
 
 def test_a_forecast_is_of_a_run_by_its_number(server, runs):

@@ -1,9 +1,11 @@
 """``vbs watch``: a page with the curves of runs while they train."""
 
 import argparse
+import math
 import sys
 import webbrowser
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from variable_batch_size.command.options import positive, print_text
@@ -14,6 +16,7 @@ from variable_batch_size.urls import is_url, local_path
 from variable_batch_size.watch.server import LOOPBACK, Server, Watcher
 
 _PORT = 8765
+_MOST_STEPS = 300_000  # whose forecast takes less than a minute
 
 
 def add_watch(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +27,24 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
     goal.add_argument("--steps", type=positive, metavar="N", help="at which the runs end, for the expected end")
     goal.add_argument("--samples", type=positive, metavar="N", help="likewise, in samples")
     goal.add_argument("--tokens", type=positive, metavar="N", help="likewise, in tokens")
-    goal.add_argument("--progress", type=float, metavar="P", help="likewise, in progress")
+    goal.add_argument("--progress", type=_positive_number, metavar="P", help="likewise, in progress")
     help = f"the address to serve on; other than {LOOPBACK}, others can see the page if they have its token"
     add("--host", default=LOOPBACK, metavar="ADDRESS", help=f"{help} (default: {LOOPBACK})")
-    add("--port", type=int, metavar="P", help=f"of the page (default: {_PORT}, or a free one)")
+    add("--port", type=_port, metavar="P", help=f"of the page (default: {_PORT}, or a free one)")
     add("--open", action="store_true", help="open the page in a browser")
+
+
+def _positive_number(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text[:9]) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return int(text)
 
 
 def run_watch(options: argparse.Namespace) -> None:
@@ -71,7 +87,16 @@ def answer_forecast(directory: str, query: Mapping[str, str]) -> Any:
     names = query.get("policies", "").split()
     names += [with_largest(run, counts["max_batch_size"])] if "max_batch_size" in counts else []
     policies = {name: named_policy(name) for name in names}
-    cores = [parse_count(text) for text in query.get("cores", "").split()]
-    price = float(query["price"]) if query.get("price") else None
+    smallest = min([run.batch_size, *(int(name) for name in names if name.isdecimal() and int(name))])
+    if (steps := (counts["samples"] - run.samples) // smallest) > _MOST_STEPS:
+        advice = f"`vbs simulate --from {directory}` has no bound"
+        raise ValueError(
+            f"the rest must have at most {_MOST_STEPS:,} steps, to be forecast here, got {steps:,}; {advice}"
+        )
+    cores = list(dict.fromkeys(parse_count(text) for text in query.get("cores", "").split()))
+    try:
+        price = float(query["price"]) if query.get("price") else None
+    except ValueError:
+        raise ValueError(f"`price` must be a number, got {query['price']!r}") from None
     runs = forecast(run, policies, cores=cores, samples=counts["samples"], price=price)
     return {"lead": f"{basis_of(run)} {reports.verdict(runs)}", "table": reports.simulation_table(runs)}

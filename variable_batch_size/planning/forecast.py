@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from variable_batch_size.checks import import_extra
+from variable_batch_size.checks import import_extra, refuse
 from variable_batch_size.planning.profile import EXTRAPOLATED, Measured, Profile
 from variable_batch_size.planning.rental import RENTALS, Rental
 from variable_batch_size.planning.simulate import Availability, Moment, NoiseCurve, Resumed, Simulation, simulate
@@ -34,6 +34,10 @@ _MOST_RECORDS = 20_000  # the latest, which are enough for a forecast
 _NUM_BLOCKS = 10  # of records, whose spread is that of the times
 _NUM_TIMED = 5  # steps of each kind, which a policy needs to know the times of
 _ENDLESS = 1e15  # steps
+_INTEGERS = {"step": 0, "samples": 0, "batch_size": 1, "cores": 1}  # of a record, and their least values
+_NUMBERS = {"progress", "samples_per_second", "weight", "seconds_accumulating", "seconds_updating"}
+_NUMBERS |= {"noise_scale", "noise_scale_low", "noise_scale_high"}
+_LARGEST = 1e30  # number of a record that is used
 
 Forecasts = list[tuple[str, Simulation]]
 PolicyFunction = Callable[[Situation], float]
@@ -69,7 +73,8 @@ class RunSoFar:
             ref_batchsize: the batch size of a unit of progress, likewise.
         """
         records = _records(directory)
-        origin = _origin(directory)
+        origin, changed_at = _origin(directory)
+        steps_on_minibatch = [record for record in records if record["step"] > changed_at]  # others have other times
         known = {name: _setting(origin, name) for name in ("minibatch_size", "ref_batchsize", "dataset_size")}
         given = {"minibatch_size": minibatch_size, "ref_batchsize": ref_batchsize}
         sizes = {name: value or known[name] for name, value in given.items()}
@@ -89,12 +94,12 @@ class RunSoFar:
             minibatch_size=minibatch,
             ref_batchsize=reference,
             capacity=None if dataset is None else dataset // minibatch * minibatch,
-            times=_times(records, minibatch),
-            measured=_measured(records),
+            times=_times(steps_on_minibatch, minibatch),
+            measured=_measured(steps_on_minibatch),
             noise=_noise(records),
             noise_interval=_interval(records),
             policy=_policy(origin),
-            trace=found[1] if (found := re.search(r": trace ([0-9]+ steps, sha256 [0-9a-f]+)", origin)) else None,
+            trace=found[1] if (found := re.match(r"([0-9]+ steps, sha256 [0-9a-f]+)", _trace(origin))) else None,
         )
 
     @cached_property
@@ -272,7 +277,8 @@ def _rest(
 ) -> Simulation:
     """The rest of a run with a policy, or with the rows of a trace."""
     if isinstance(policy, np.ndarray):
-        return _rest_of_trace(run, policy, profile, noise, cores, options.get("price"))
+        restart = 0.0 if cores == run.cores else options.get("restart_seconds", 0.0)
+        return _rest_of_trace(run, policy, profile, noise, cores, price=options.get("price"), restart_seconds=restart)
     sizes = {"minibatch_size": run.minibatch_size, "ref_batchsize": run.ref_batchsize, "capacity": run.capacity}
     where = Availability.constant(cores)
     given: dict[str, Any] = {**sizes, **options, "resumed": run.resumed}
@@ -301,16 +307,23 @@ def _with_ends(
 
 
 def _rest_of_trace(
-    run: RunSoFar, rows: Rows, profile: Profile, noise: NoiseCurve, cores: int, price: float | None
+    run: RunSoFar,
+    rows: Rows,
+    profile: Profile,
+    noise: NoiseCurve,
+    cores: int,
+    *,
+    price: float | None,
+    restart_seconds: float,
 ) -> Simulation:
-    """Steps of given batch sizes."""
+    """Steps of given batch sizes, after a restart if they are on other cores."""
     where: dict[str, Any] = {"cores": cores, "minibatch_size": run.minibatch_size}
     times = profile.times(**where)
     depths = -(-rows // (run.minibatch_size * cores))
-    seconds = float(((depths - 1) * times.accumulating + times.updating).sum())
+    seconds = restart_seconds + float(((depths - 1) * times.accumulating + times.updating).sum())
     progress, made = run.progress, [(int(size), len(list(group))) for size, group in itertools.groupby(rows.tolist())]
     moments = []
-    at = 0.0
+    at = restart_seconds
     for size, number in made:
         moments.append(Moment(at, cores, size, progress))
         worth = gain(size, ref_batchsize=run.ref_batchsize, noise_scale=noise(progress, size))
@@ -320,38 +333,70 @@ def _rest_of_trace(
     cost = None if price is None else cores * seconds * price / 3600
     counts: dict[str, Any] = {"updates": len(rows), "samples": int(rows.sum()), "progress": progress, "cost": cost}
     spent: dict[str, Any] = {"seconds": seconds, "device_seconds": cores * seconds, "basis": profile.basis(**where)}
-    return Simulation(**counts, **spent, made=made, moments=moments)
+    return Simulation(**counts, **spent, made=made, moments=moments, restarts=int(cores != run.cores))
 
 
 def _records(directory: str) -> list[dict[str, Any]]:
-    """The latest records of steps in the log."""
+    """The latest records of steps in the log; ValueError with the line of one that has other than numbers."""
     lines = read_bytes(f"{directory.rstrip('/')}/{LOG}").split(b"\n")[:-1]
-    found = []
-    for line in lines[-_MOST_RECORDS:]:
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    names = {"step", "samples", "progress", "batch_size", "samples_per_second", "cores"}
-    of_steps = [record for record in found if isinstance(record, dict) and names <= record.keys()]
+    of_steps = []
+    for number, line in list(enumerate(lines, start=1))[-_MOST_RECORDS:]:
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and {*_INTEGERS, "progress", "samples_per_second"} <= record.keys():
+                of_steps.append((number, record))
     if len(of_steps) < 3:
         raise ValueError(f"{directory}/{LOG} must have at least 3 records of steps, with cores, got {len(of_steps)}")
-    return of_steps
+    return [_checked(record, f"{directory}/{LOG}:{number}") for number, record in of_steps]
 
 
-def _origin(directory: str) -> str:
-    """The comment at the top of the executed trace; empty if there is none."""
+def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
+    """A record whose numbers are of the right kind; those that are not finite, except the position, are None."""
+    for name, least in _INTEGERS.items():
+        if type(record[name]) is not int or not least <= record[name] < 2**63:
+            refuse(place, f"`{name}` must be an integer of at least {least}", repr(record[name])[:40])
+    for name in _NUMBERS & record.keys():
+        value = record[name]
+        if value is not None and type(value) not in (int, float):
+            refuse(place, f"`{name}` must be a number", repr(value)[:40])
+        record[name] = value if value is not None and abs(value) <= _LARGEST else None
+    if record["progress"] is None or record["progress"] < 0:
+        refuse(place, "`progress` must be a number of at least 0", repr(record["progress"]))
+    return record
+
+
+def _origin(directory: str) -> tuple[str, int]:
+    """The settings in the comments of the executed trace, later ones last, and the step of the last other minibatch.
+
+    The comment at the top has all of them. A run that resumed with others has comments such as "seed was 0 and is 3".
+    """
+    settings, step, changed_at = "", 0, 0
     with suppress(OSError):
-        return read_bytes(f"{directory.rstrip('/')}/{EXECUTED}").split(b"\n", 1)[0].decode(errors="replace")
-    return ""
+        for line in read_bytes(f"{directory.rstrip('/')}/{EXECUTED}").decode(errors="replace").split("\n"):
+            if line.startswith("# executed from "):
+                settings = line
+            elif line.startswith("# from here on: "):
+                changes = re.findall(r"(?:: |; )([\w ]+?) was .*? and is (.*?)(?=; [\w ]+? was |$)", line)
+                settings += "".join(f", {name} {now}" for name, now in changes)
+                changed_at = step if "minibatch_size" in dict(changes) else changed_at
+            elif (row := line.partition(",")[0]).isdecimal():
+                step = int(row) + 1
+    return settings, changed_at
 
 
 def _setting(origin: str, name: str) -> int | None:
-    found = re.search(rf"\b{name} ([0-9]+)\b", origin)
-    return None if found is None else int(found[1])
+    found = re.findall(rf"\b{name} ([0-9]+)\b", origin)
+    return int(found[-1]) if found else None
+
+
+def _trace(origin: str) -> str:
+    """What the origin has about the trace, and all after it."""
+    return re.split(r"(?:: |, )trace (?=decided by|always|[0-9])", origin)[-1]
 
 
 def _policy(origin: str) -> str | None:
     """The policy of an executed trace and its settings, as text for :func:`named_policy`; None for a trace."""
-    found = re.search(r"trace decided by (\w+)\(([^)]*)\)", origin)
+    found = re.match(r"decided by (\w+)\(([^)]*)\)", _trace(origin))
     if found is None:
         return None
     names = {kind.__name__: name for name, kind in POLICIES.items()}
@@ -365,7 +410,7 @@ def _times(records: Sequence[Mapping[str, Any]], minibatch_size: int) -> list[tu
     for before, record in itertools.pairwise(records):
         size, rate = record["batch_size"], record["samples_per_second"]
         made, steps = record["samples"] - before["samples"], record["step"] - before["step"]
-        if rate and steps > 0 and made == steps * size:
+        if rate and rate > 0 and steps > 0 and made == steps * size:
             cores = record["cores"]
             found.append((cores, -(-size // (minibatch_size * cores)), size / rate))
     if not found:
@@ -378,7 +423,7 @@ def _measured(records: Sequence[Mapping[str, Any]]) -> dict[int, tuple[float, fl
     found: dict[int, tuple[float, float]] = {}
     for record in records:
         accumulating, updating = record.get("seconds_accumulating"), record.get("seconds_updating")
-        if accumulating and updating:
+        if accumulating and updating and min(accumulating, updating) > 0:
             found[record["cores"]] = accumulating, updating
     return found
 
@@ -397,6 +442,6 @@ def _interval(records: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """The ends of the 95 % interval of the latest noise scale, in relation to it."""
     for record in reversed(records):
         scale, low, high = map(record.get, ("noise_scale", "noise_scale_low", "noise_scale_high"))
-        if scale and low and high:
+        if scale and low and high and 0 < low <= scale <= high:
             return low / scale, high / scale
     return 1.0, 1.0

@@ -10,7 +10,7 @@ import numpy as np
 
 from variable_batch_size.runs.lock import LOCK, is_alive
 from variable_batch_size.urls import is_url
-from variable_batch_size.watch.series import POSITIONS, Columns, Series, parsed
+from variable_batch_size.watch.series import POSITIONS, Column, Columns, Series, parsed
 from variable_batch_size.watch.tail import Tail
 
 LOG, EXECUTED, DECISIONS = "log.jsonl", "executed.csv", "decisions.jsonl"
@@ -163,8 +163,13 @@ class WatchedRun:
         for name in set(POSITIONS) - shown.keys():
             known = np.isfinite(log[name])
             if known.any():
-                shown[name] = np.interp(shown["step"], *(np.append(0.0, log[of][known]) for of in ("step", name)))
+                shown[name] = _between(shown["step"], log["step"][known], log[name][known])
         return {name: _rounded(values, name) for name, values in shown.items()}
+
+
+def _between(steps: Column, known: Column, values: Column) -> Column:
+    """Values at some steps, on lines between those that are known, from 0 at the start."""
+    return np.asarray(np.interp(steps, np.append(0.0, known), np.append(0.0, values)))
 
 
 def seconds_left(columns: Columns, goal: Mapping[str, float]) -> float | None:

@@ -30,7 +30,8 @@ QUANTITIES = (  # of which it has the mean
 )
 _ENDS = {"loss_low": ("loss", np.fmin), "loss_high": ("loss", np.fmax)}
 
-Columns = dict[str, npt.NDArray[np.float64]]
+Column = npt.NDArray[np.float64]
+Columns = dict[str, Column]
 
 
 def parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
@@ -112,7 +113,7 @@ def _empty() -> Columns:
     return {name: np.empty(0) for name in (*POSITIONS, *QUANTITIES, *_ENDS)}
 
 
-def _column(records: Sequence[Mapping[str, Any]], name: str) -> npt.NDArray[np.float64]:
+def _column(records: Sequence[Mapping[str, Any]], name: str) -> Column:
     """The numbers of a name, NaN for what is none."""
     values = [record.get(name) for record in records]
     with suppress(ValueError, TypeError, OverflowError):  # a text, a list, a number of thousands of digits
@@ -141,7 +142,7 @@ def _merged(columns: Columns, number: int) -> Columns:
     return found
 
 
-def _smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _smoothed(values: Column) -> Column:
     """The mean of the latest 2 % of the values at each of them."""
     if not len(values):
         return values

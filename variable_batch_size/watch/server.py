@@ -3,13 +3,13 @@
 import gzip
 import hmac
 import json
+import re
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_BETWEEN_READS = 0.005  # of a long file, in which requests are answered
 _LONGEST_WAIT = 5.0  # seconds until a request for news is answered that there are none
 _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript", "css": "text/css", "json": "application/json"}
-_COOKIE = "vbs-token"
+_MOST_SECONDS_OF_SILENCE = 60.0  # of a client that has not sent its request, or does not read its answer
 # Plotly sets the styles of elements; nothing else may come from anywhere but here
 _POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'none'"
 
@@ -37,6 +37,7 @@ class Watcher:
     def __init__(self, directories: Sequence[str], goal: Mapping[str, float]) -> None:
         self.runs = [WatchedRun(directory) for directory in directories]
         self._goal, self._ended, self._news = goal, threading.Event(), threading.Condition()
+        self._first_version = time.time_ns() // 1_000_000  # a page of an earlier server may still be open
         self._made: tuple[int, bytes] = (-1, b"")
         self.poll()
         self._thread = threading.Thread(target=self._loop, daemon=True)
@@ -53,12 +54,14 @@ class Watcher:
 
     @property
     def _version(self) -> int:
-        return sum(run.version for run in self.runs)
+        return self._first_version + sum(run.version for run in self.runs)
 
     def data(self, seen: int) -> bytes | None:
         """All runs as JSON, as soon as something has changed since the version that was seen; None if nothing does."""
         with self._news:
             self._news.wait_for(lambda: self._version != seen or self.is_closed, _LONGEST_WAIT)
+            if not self._thread.is_alive() and not self.is_closed:
+                raise RuntimeError("vbs watch has failed to read the runs, and has printed why")
             version = self._version
             if version == seen:
                 return None
@@ -98,11 +101,13 @@ class Server(ThreadingHTTPServer):
         self.files = {name: (here / name).read_bytes() for name in ("page.html", "page.js", "page.css")}
         self.files["plotly.js"] = library.encode()
         self.compressed = gzip.compress(self.files["plotly.js"], 1)
+        self.one_forecast = threading.Lock()  # at a time
         super().__init__((host, port), _Handler)
+        self.cookie = f"vbs-token-{self.server_address[1]}"  # a browser shares cookies among the ports of a host
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print what has failed, unless it is that a browser has closed its connection."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
     @property
@@ -116,13 +121,18 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"  # keeps the connection
+    timeout = _MOST_SECONDS_OF_SILENCE
 
     def do_GET(self) -> None:
         """Answer one of the few requests that there are."""
         if self.server.watcher.is_closed:
             self.close_connection = True
             return
-        address = urlsplit(self.path)
+        try:
+            address = urlsplit(self.path)
+        except ValueError:  # a host that is none
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", b"there is no such address\n")
+            return
         query = {name: values[-1] for name, values in parse_qs(address.query).items()}
         if not self._is_allowed(query):
             self._send(
@@ -131,8 +141,12 @@ class _Handler(BaseHTTPRequestHandler):
         elif address.path == "/":
             self._send(HTTPStatus.OK, _TYPES["html"], self.server.files["page.html"])
         elif address.path == "/data":
-            seen = query.get("seen", "-1")
-            text = self.server.watcher.data(int(seen) if seen.lstrip("-").isdecimal() else -1)
+            seen = query.get("seen", "")
+            try:
+                text = self.server.watcher.data(int(seen) if seen.isdecimal() and len(seen) < 20 else -1)
+            except RuntimeError as error:
+                self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n".encode())
+                return
             self._send(HTTPStatus.NO_CONTENT if text is None else HTTPStatus.OK, _TYPES["json"], text or b"")
         elif address.path == "/forecast":
             self._forecast(query)
@@ -148,7 +162,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if not number.isdecimal() or int(number) >= len(runs):
                 raise ValueError(f"`run` must be the number of a run, below {len(runs)}, got {number!r}")
-            answer = self.server.forecast(runs[int(number)].name, query)
+            with self.server.one_forecast:
+                answer = self.server.forecast(runs[int(number)].name, query)
         except (ValueError, OSError, ImportError) as error:
             answer = {"error": str(error)}
         self._send(HTTPStatus.OK, _TYPES["json"], json.dumps(answer, allow_nan=False).encode())
@@ -160,11 +175,10 @@ class _Handler(BaseHTTPRequestHandler):
         """
         token = self.server.token
         if token is None:
-            return self.headers.get("Host", "").rpartition(":")[0] in _NAMES_OF_LOOPBACK
-        cookies: SimpleCookie = SimpleCookie()
-        with suppress(CookieError):
-            cookies.load(self.headers.get("Cookie", ""))
-        given = query.get("token") or (cookies[_COOKIE].value if _COOKIE in cookies else "")
+            return re.sub(r":\d*$", "", self.headers.get("Host", "")) in _NAMES_OF_LOOPBACK
+        pairs = [pair.strip().partition("=") for pair in self.headers.get("Cookie", "").split(";")]
+        cookies = {name: value for name, _, value in pairs}
+        given = query.get("token") or cookies.get(self.server.cookie, "")
         return hmac.compare_digest(given.encode(), token.encode())
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
@@ -178,8 +192,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Security-Policy", _POLICY)
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
-        if self.server.token is not None and status != HTTPStatus.FORBIDDEN:
-            self.send_header("Set-Cookie", f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")
+        if self.server.token is not None and status == HTTPStatus.OK:
+            self.send_header(
+                "Set-Cookie", f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            )
         self.end_headers()
         self.wfile.write(content)
 
