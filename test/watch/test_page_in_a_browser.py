@@ -104,6 +104,18 @@ def test_a_run_that_ends_and_a_server_that_ends_are_said(tmp_path):
         wait(driver, lambda driver: "vbs watch does not answer" in texts(driver, "#problem")[0])
 
 
+def test_records_and_decisions_of_other_kinds_are_drawn_as_far_as_they_are_numbers(tmp_path):
+    write_log(tmp_path, range(1, 11), epoch="<b>", batch_size=["x"], samples_per_second={})
+    decisions = [{"from_step": "x", "batch_size": "y", "cores": []}, {"from_step": 2, "batch_size": "z", "why": 5}]
+    (tmp_path / "decisions.jsonl").write_text("".join(json.dumps(decision) + "\n" for decision in decisions))
+    with serving(tmp_path) as server, browser(DESKTOP) as driver:
+        driver.get(server.url)
+        until_drawn(driver, 640)
+        assert "step10" in driver.execute_script(SHOWN)[str(tmp_path)]
+        assert driver.execute_script("return document.querySelector('#problem').hidden")
+        assert driver.get_log("browser") == []
+
+
 def test_the_form_forecasts_the_rest(runs):
     directory = runs[0].parent / "forecast"
     write_log(directory, range(10, 110, 10), seconds_accumulating=0.02, seconds_updating=0.03)

@@ -6,7 +6,9 @@ import socket
 import threading
 from contextlib import contextmanager
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from watched_runs import line, write_log
 
 from variable_batch_size.watch import server as server_module
@@ -94,6 +96,34 @@ def test_the_page_of_an_earlier_server_gets_the_data_of_this_one(runs):
             seen.append(json.loads(get(server, f"/data?seen={seen[-1] if seen else ''}")[1])["version"])
 
 
+def test_a_store_that_does_not_answer_is_said_and_stops_no_other_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "_LONGEST_LOOK", 0.1)
+    answers, files = threading.Event(), fsspec.filesystem("memory")
+    files.pipe_file(f"{tmp_path}/log.jsonl", line(1).encode())
+    look = MemoryFileSystem.info
+
+    def wait(self, path, **options):
+        answers.wait()
+        return look(self, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "info", wait)
+    try:
+        with serving(f"memory://{tmp_path}", write_log(tmp_path / "here", range(1, 5))) as server:
+            found = {"runs": [{"why": ""}], "version": ""}
+            while "have not answered" not in found["runs"][0]["why"]:
+                content = get(server, f"/data?seen={found['version']}")[1]
+                found = json.loads(content) if content else found
+                assert found["runs"][1]["latest"]["step"] == 4
+            assert found["runs"][0]["state"] == "waiting"
+            answers.set()
+            while (found["runs"][0]["state"], found["runs"][0]["why"]) != ("running", ""):
+                content = get(server, f"/data?seen={found['version']}")[1]
+                found = json.loads(content) if content else found
+            assert found["runs"][0]["latest"]["step"] == 1
+    finally:
+        answers.set()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_reader_that_has_failed_is_said(tmp_path, monkeypatch):
     def fail():
@@ -102,7 +132,7 @@ def test_a_reader_that_has_failed_is_said(tmp_path, monkeypatch):
     with serving(write_log(tmp_path, range(1, 5))) as server:
         seen = json.loads(get(server, "/data")[1])["version"]
         monkeypatch.setattr(server.watcher.runs[0], "poll", fail)
-        server.watcher._thread.join()
+        server.watcher._readers[0].join()
         assert get(server, f"/data?seen={seen}")[:2] == (
             500,
             b"vbs watch has failed to read the runs, and has printed why\n",

@@ -54,11 +54,11 @@ def run_watch(options: argparse.Namespace) -> None:
     goals = {"step": options.steps, "samples": options.samples, "tokens": options.tokens, "progress": options.progress}
     watcher = Watcher(options.runs, {name: goal for name, goal in goals.items() if goal is not None})
     server = _server(watcher, options)
-    print_text(f"watching {', '.join(options.runs)} on {server.url}, until Ctrl-C")
-    sys.stdout.flush()
-    if options.open:
-        webbrowser.open(server.url)
     try:
+        print_text(f"watching {', '.join(options.runs)} on {server.url}, until Ctrl-C")
+        sys.stdout.flush()
+        if options.open:
+            webbrowser.open(server.url)
         server.serve_forever()
     except KeyboardInterrupt:
         pass

@@ -52,7 +52,7 @@ function variable(name) {
 }
 
 function number(value, digits = 4) {
-  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return "–"; // a record may have anything
   return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits });
 }
 
@@ -135,7 +135,7 @@ function linesOf(run, i, row, yaxis, isFirst) {
 
 // the decisions that changed something, where they took effect, with their reasons
 function marksOf(run, i, common) {
-  const steps = run.log.step, x = positions(run.log), shown = run.decisions.filter((found) => found.from_step <= steps[steps.length - 1]);
+  const steps = run.log.step, x = positions(run.log), shown = run.decisions.filter((found) => found.from_step <= steps[steps.length - 1] && typeof found.batch_size === "number");
   const at = (step) => x[Math.max(0, steps.findIndex((value) => value >= step))];
   return {
     ...common, mode: "markers", showlegend: false, x: shown.map((found) => at(found.from_step)),

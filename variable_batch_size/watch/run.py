@@ -27,18 +27,19 @@ class WatchedRun:
     def __init__(self, directory: str) -> None:
         self.name = directory
         self.version = 0  # changes whenever something else is to be shown
-        self._is_remote = is_url(directory)
+        self.is_remote = is_url(directory)
         self._log, self._executed, self._decided = (Tail(directory, name) for name in (LOG, EXECUTED, DECISIONS))
         self._lock = Tail(directory, LOCK)
         self._begin_log()
         self._begin_executed()
         self._begin_decisions()
         self._restarts = [0, 0, 0]
-        self._state: tuple[str, str] = ("waiting", "")
+        self._state: tuple[str, str] = ("waiting", "not read yet")
         self._looked_at = -math.inf  # for its state
 
     def _begin_log(self) -> None:
         self._series = Series()
+        self._usual_silence = 0.0  # seconds between records, recently
         self._preview: Series | None = None
 
     def _begin_executed(self) -> None:
@@ -72,7 +73,7 @@ class WatchedRun:
                 self.version += 1
             if lines:
                 add(lines)
-        if not self._is_remote or time.monotonic() - self._looked_at > _SECONDS_BETWEEN_LOOKS:
+        if not self.is_remote or time.monotonic() - self._looked_at > _SECONDS_BETWEEN_LOOKS:
             self._state, self._looked_at = self._found_state(), time.monotonic()
         self.version += before != self._shown()
         return any(tail.has_more for tail in (self._log, self._executed, self._decided))
@@ -93,6 +94,7 @@ class WatchedRun:
 
     def _add_log(self, lines: Sequence[bytes]) -> None:
         self._series.add(parsed(lines))
+        self._usual_silence = float(np.diff(self._series.columns()["seconds"][-20:]).max(initial=0.0))
 
     def _add_steps(self, lines: Sequence[bytes]) -> None:
         rows = []
@@ -119,16 +121,14 @@ class WatchedRun:
         """Whether it goes on, in a word, and in more of them."""
         lock = self._lock.text()
         if lock is not None:
-            alive = is_alive(lock, seconds_since_renewal=self._lock.age(), is_remote=self._is_remote)
+            alive = is_alive(lock, seconds_since_renewal=self._lock.age(), is_remote=self.is_remote)
             return ("running", "") if alive else ("died", "its process has ended without releasing the run")
         silent = min(self._log.age(), self._executed.age(), self._decided.age())
         if math.isinf(silent):
             return "waiting", "there are no files yet"
         if self._executed.age() < math.inf:  # a run with a checkpoint holds a lock while it trains
             return "stopped", "it has ended, or was stopped and saved"
-        columns = self._series.columns()
-        usual = np.diff(columns["seconds"][-20:]).max(initial=0.0)
-        if silent < max(_SHORTEST_SILENCE, 5 * usual):
+        if silent < max(_SHORTEST_SILENCE, 5 * self._usual_silence):
             return "running", ""
         return "stopped", f"no record for {silent / 60:,.0f} min: it has ended or died"
 

@@ -3,6 +3,7 @@
 import gzip
 import hmac
 import json
+import math
 import re
 import secrets
 import sys
@@ -22,6 +23,8 @@ LOOPBACK = "127.0.0.1"
 _NAMES_OF_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_BETWEEN_READS = 0.005  # of a long file, in which requests are answered
+_LONGEST_LOOK = 10.0  # seconds, after which files that do not answer are said
+_MOST_VERSIONS = 2**40  # of all runs
 _LONGEST_WAIT = 5.0  # seconds until a request for news is answered that there are none
 _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript", "css": "text/css", "json": "application/json"}
 _MOST_SECONDS_OF_SILENCE = 60.0  # of a client that has not sent its request, or does not read its answer
@@ -31,60 +34,92 @@ _POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' 
 Forecast = Callable[[str, Mapping[str, str]], Any]  # of a directory, with the options of a query
 
 
+class _Reader(threading.Thread):
+    """Reads a run again and again. A store that does not answer stops this thread, but no other."""
+
+    def __init__(self, run: WatchedRun, goal: Mapping[str, float], news: threading.Condition) -> None:
+        super().__init__(daemon=True)
+        self.watched, self.has_ended = run, threading.Event()
+        self._goal, self._news, self._lock = goal, news, threading.Lock()
+        self._began = math.inf  # the current look
+        self._shown = run.as_dict(goal)
+
+    def look(self) -> bool:
+        """Read what is new; whether there may be more."""
+        before, self._began = self.watched.version, time.monotonic()
+        with self._lock:
+            has_more = self.watched.poll()
+        self._began = math.inf
+        if self.watched.version != before:
+            with self._news:
+                self._news.notify_all()
+        return has_more
+
+    def run(self) -> None:
+        while not self.has_ended.is_set():
+            self.has_ended.wait(_SECONDS_BETWEEN_READS if self.look() else _SECONDS_BETWEEN_LOOKS)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its files do not answer."""
+        return time.monotonic() - self._began > _LONGEST_LOOK
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the page shows: what was known before, if its files do not answer."""
+        is_late = self.is_late
+        if self._lock.acquire(timeout=0.0 if is_late else _LONGEST_LOOK):
+            self._shown = self.watched.as_dict(self._goal)
+            self._lock.release()
+        return (
+            {**self._shown, "why": f"its files have not answered for {_LONGEST_LOOK:g} s"} if is_late else self._shown
+        )
+
+
 class Watcher:
-    """Reads the runs again and again in a thread, and has what the page asks for."""
+    """Reads the runs again and again, each in a thread, and has what the page asks for."""
 
     def __init__(self, directories: Sequence[str], goal: Mapping[str, float]) -> None:
         self.runs = [WatchedRun(directory) for directory in directories]
-        self._goal, self._ended, self._news = goal, threading.Event(), threading.Condition()
+        self.is_closed, self._news, self._making = False, threading.Condition(), threading.Lock()
         self._first_version = time.time_ns() // 1_000_000  # a page of an earlier server may still be open
         self._made: tuple[int, bytes] = (-1, b"")
-        self.poll()
-        self._thread = threading.Thread(target=self._loop, daemon=True)
-        self._thread.start()
-
-    def poll(self) -> bool:
-        """Read what is new; whether there may be more."""
-        with self._news:
-            before = self._version
-            more = [run.poll() for run in self.runs]  # all of them
-            if self._version != before:
-                self._news.notify_all()
-        return any(more)
+        self._readers = [_Reader(run, goal, self._news) for run in self.runs]
+        for reader in self._readers:
+            if not reader.watched.is_remote:
+                reader.look()
+                reader.as_dict()  # what is shown from the start
+            reader.start()
 
     @property
     def _version(self) -> int:
-        return self._first_version + sum(run.version for run in self.runs)
+        num_late = sum(reader.is_late for reader in self._readers)
+        return self._first_version + sum(run.version for run in self.runs) + num_late * _MOST_VERSIONS
 
     def data(self, seen: int) -> bytes | None:
         """All runs as JSON, as soon as something has changed since the version that was seen; None if nothing does."""
         with self._news:
             self._news.wait_for(lambda: self._version != seen or self.is_closed, _LONGEST_WAIT)
-            if not self._thread.is_alive() and not self.is_closed:
-                raise RuntimeError("vbs watch has failed to read the runs, and has printed why")
+        if not all(reader.is_alive() for reader in self._readers) and not self.is_closed:
+            raise RuntimeError("vbs watch has failed to read the runs, and has printed why")
+        with self._making:
             version = self._version
             if version == seen:
                 return None
             if version != self._made[0]:
-                runs = [run.as_dict(self._goal) for run in self.runs]
+                runs = [reader.as_dict() for reader in self._readers]
                 text = json.dumps({"version": version, "runs": runs}, allow_nan=False)
                 self._made = version, text.encode()
             return self._made[1]
 
-    @property
-    def is_closed(self) -> bool:
-        return self._ended.is_set()
-
     def close(self) -> None:
-        """End the thread, and answer all requests that wait."""
-        self._ended.set()
+        """End the threads, and answer all requests that wait."""
+        self.is_closed = True
+        for reader in self._readers:
+            reader.has_ended.set()
         with self._news:
             self._news.notify_all()
-        self._thread.join()
-
-    def _loop(self) -> None:
-        while not self._ended.is_set():
-            self._ended.wait(_SECONDS_BETWEEN_READS if self.poll() else _SECONDS_BETWEEN_LOOKS)
+        for reader in self._readers:
+            reader.join(timeout=_LONGEST_LOOK if not reader.watched.is_remote else 0.0)
 
 
 class Server(ThreadingHTTPServer):
