@@ -57,6 +57,8 @@ def test_open_opens_the_picture(run, monkeypatch, command):
     temporary, chosen = [Path(url.removeprefix("file://")) for url in opened]
     assert "<svg" in temporary.read_text() and temporary.suffix == ".svg"
     assert chosen == Path("picture.png").absolute() and chosen.stat().st_size > 1000
+    if command == "plan":
+        assert json.loads(run(f"{shown} --open --json")[1])["dataset_size"] == 300
 
 
 def test_plan_prints_the_results_of_the_functions(run):

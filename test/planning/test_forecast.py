@@ -175,6 +175,14 @@ def test_one_record_less_or_a_wrong_trace_is_refused(tmp_path):
         RunSoFar.read(directory, minibatch_size=16, ref_batchsize=32)
 
 
+def test_the_trace_of_a_command_may_be_stages(tmp_path, capsys):
+    directory, _ = cut("stages", 0.5, tmp_path)
+    assert main(["simulate", "--from", directory, "--samples", "60K", "--trace", TRACES["stages"]]) == 0
+    assert "One run: " in capsys.readouterr().out
+    assert main(["simulate", "--from", directory, "--samples", "60K", "--trace", "0:32"]) == 1
+    assert "must be the trace of" in capsys.readouterr().err
+
+
 def test_the_command_prints_the_forecast(tmp_path, capsys):
     directory, _ = cut("autoscale", 0.5, tmp_path)
     options = [

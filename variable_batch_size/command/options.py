@@ -66,7 +66,7 @@ def draw_picture(options: argparse.Namespace, draw: Callable[[str], None]) -> No
     path = options.plot or os.path.join(tempfile.mkdtemp(prefix="vbs-"), "picture.svg")
     draw(path)
     if options.open:
-        print_text(path)
+        sys.stderr.write(f"{path}\n")  # the output may be JSON
         webbrowser.open(Path(path).absolute().as_uri())
 
 

@@ -194,7 +194,7 @@ def _run_forecast(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is not for --from, got {getattr(options, name)}")
     run = RunSoFar.read(options.run_so_far, **selected(options, "minibatch_size", "ref_batchsize"))
     others = None if options.profile is None else Profile.read(options.profile, extrapolates=True)
-    trace = None if options.trace is None else Trace.read(options.trace)
+    trace = None if options.trace is None else Trace.of(options.trace)
     given: dict[str, Any] = {"cores": options.cores or (), "profile": others, "trace": trace}
     given |= selected(options, "samples", "price", "restart_seconds")
     names = [*options.policies, *([with_largest(run, options.max_batch_size)] if options.max_batch_size else [])]
