@@ -1,5 +1,6 @@
 """Every example runs: the docstrings of pure modules, and the code blocks of the README and the pages."""
 
+import configparser
 import csv
 import doctest
 import importlib
@@ -245,6 +246,34 @@ def test_a_command_without_output_has_valid_options(arguments, monkeypatch):
     monkeypatch.setattr(f"variable_batch_size.command.{module}.run_{arguments[0]}", ran.append)
     assert main(arguments) == 0
     assert len(ran) == 1
+
+
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg", encoding="utf-8")
+INSTALLED = set(re.findall(r"^[\w-]+", SETUP["options"]["install_requires"], re.MULTILINE))
+# the packages of each extra that users install
+EXTRAS = {
+    name: set(re.findall(r"^[\w-]+", packages, re.MULTILINE)) - INSTALLED
+    for name, packages in SETUP["options.extras_require"].items()
+    if name not in ("docs", "test")
+}
+SHOWS_HOW_TO_INSTALL = re.compile(
+    r"^# .+\n\n(?:\[Install\]\((?:\.\./)?getting-started\.md#install\): `|```sh\n)"
+    r"pip install (?:variable-batch-size|'variable-batch-size\[[a-z0-9,]+\]')(?:`| scikit-learn)?\n",
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if set(languages_of(page)) - {""}], ids=name_of)
+def test_a_page_with_code_begins_with_how_to_install_what_it_needs(page):
+    text = page.read_text(encoding="utf-8")
+    assert SHOWS_HOW_TO_INSTALL.search(text)
+    named = {extra for found in re.findall(r"variable-batch-size\[([a-z0-9,]+)\]", text) for extra in found.split(",")}
+    assert named <= EXTRAS.keys()
+    for block in blocks(page, "python"):
+        for package in re.findall(r"^ *(?:from|import) (\w+)", block, re.MULTILINE):
+            extras = {extra for extra, packages in EXTRAS.items() if package in packages}
+            assert not extras or extras & named, f"{package} is in the extras {extras}"
 
 
 # words of a page; a reader looks for one task, not for a chapter

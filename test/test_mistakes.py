@@ -210,6 +210,7 @@ MISTAKES = {
         lambda: loader({0: 16.0}),
         "stages must map integer steps to integer batch sizes, got 0: 16.0",
     ),
+    "a trace of a list": (lambda: vbs.Trace([16, 32]), "got [16, 32]: use Trace.of(…), which converts and checks"),
     "stages that stop": (lambda: loader(on_end="stop"), "give them an end with vbs.traces.Stages.parse(…, until=N)"),
     "an unknown end": (
         lambda: loader([16], on_end="holds"),

@@ -345,7 +345,7 @@ def test_status_shows_what_the_pool_has_written_and_the_page_is_escaped(made, tm
     tick()
     assert main(["cluster", "status", str(run.out)]) == 0
     shown = capsys.readouterr().out
-    assert "2 of 4 cores on 1 nodes are in use by the policy goodput" in shown and "running" in shown
+    assert "2 of 4 cores on 1 node are in use by the policy goodput" in shown and "running" in shown
     page = (run.out / "index.html").read_text()
     assert "vbs cluster run &lt;jobs&gt;" in page and "<jobs>" not in page
     (run.out / "state.json").write_text("{}")

@@ -213,7 +213,7 @@ def test_simulate_accepts_recorded_devices_and_the_noise_of_a_log(run):
         ("slow --noise 5 --cores 2", "`policy` must be one of 'autoscale'"),
         (
             "autoscale --noise 5 --cores 2",
-            "missing 1 required keyword-only argument: 'max_batch_size', got 'autoscale'",
+            "`policy` autoscale needs settings, as in autoscale:max_batch_size=…, got 'autoscale'",
         ),
         ("norm_test:eta --noise 5 --cores 2", "a policy setting must be name=number, got 'eta'"),
         ("per_core:pace=3 --noise 5 --cores 2", "got an unexpected keyword argument 'pace', got 'per_core:pace=3'"),

@@ -42,8 +42,11 @@ def test_it_serves_growing_runs_until_it_is_interrupted(tmp_path):
 
 
 def test_what_is_no_directory_is_refused(tmp_path, capsys):
-    assert main(["watch", str(tmp_path / "nothing")]) == 1
-    assert f"a run must be a directory or a URL, got {tmp_path / 'nothing'}" in capsys.readouterr().err
+    file = tmp_path / "log.jsonl"
+    file.touch()
+    for run, problem in [(tmp_path / "nothing", "does not exist: start the run first"), (file, "is not one")]:
+        assert main(["watch", str(run)]) == 1
+        assert f"a run must be a directory or a URL, but {run} {problem}" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_refused(tmp_path, capsys, monkeypatch):

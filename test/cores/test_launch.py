@@ -226,6 +226,48 @@ def test_under_torchrun_launch_runs_the_function_after_a_barrier(tmp_path):
     assert [(results / rank).read_text() for rank in "01"] == ["[(0, 2)] ['1']", "[(1, 2)] ['1']"]
 
 
+NOT_JOINED = """
+import os, sys
+import torch
+import torch.distributed as dist
+import variable_batch_size as vbs
+
+def error_of(**cores):
+    loader = vbs.DataLoader(torch.zeros(8, 1), trace=4, minibatch_size=2, **cores)
+    if "late" in sys.argv:
+        dist.init_process_group("gloo")
+    inner = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    try:
+        vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=4)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    print(error_of(), file=file)
+    if "late" not in sys.argv:
+        print(error_of(num_replicas=1, rank=0), file=file)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments, beginnings",
+    [
+        ([], ["RuntimeError: torchrun has started 2 processes, but torch.distributed is not initialized", "None"]),
+        (["late"], ["ValueError: the sampler is for rank 0 of 1, but this is rank {rank} of 2: make the loader after"]),
+    ],
+    ids=["not joined", "joined after the loader was made"],
+)
+def test_under_torchrun_processes_that_would_train_alone_raise(arguments, beginnings, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(NOT_JOINED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    subprocess.run([*command, str(tmp_path), *arguments], check=True)
+    for rank in "01":
+        lines = (tmp_path / rank).read_text().splitlines()
+        for line, beginning in zip(lines, beginnings, strict=True):
+            assert line.startswith(beginning.format(rank=rank))
+
+
 def test_script_without_a_main_guard_is_named(tmp_path):
     script = tmp_path / "script.py"
     script.write_text('import variable_batch_size as vbs\nvbs.launch(print, cores=1, backend="gloo")\n')

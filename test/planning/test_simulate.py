@@ -126,7 +126,7 @@ def test_autoscale_is_close_to_the_best_fixed_batch_and_better_than_per_core(num
 def test_extrapolation_must_be_enabled():
     with pytest.raises(
         ValueError,
-        match="profile was measured with 1 to 4 cores, got 9: set `extrapolates` to allow more than a factor of 2",
+        match="profile was measured with 1 to 4 cores, got 9: more than a factor of 2 beyond that range needs",
     ):
         simulate(fixed(1024), profile=profile(cores=(1, 2, 4)), cores=9)
     told = simulate(fixed(1024), profile=profile(cores=(1, 2, 4), extrapolates=True), cores=9)

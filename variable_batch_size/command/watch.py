@@ -50,7 +50,8 @@ def _port(text: str) -> int:
 def run_watch(options: argparse.Namespace) -> None:
     for run in options.runs:
         if not is_url(run) and not local_path(run).is_dir():
-            raise ValueError(f"a run must be a directory or a URL, got {run}")
+            problem = "is not one" if local_path(run).exists() else "does not exist: start the run first"
+            raise ValueError(f"a run must be a directory or a URL, but {run} {problem}")
     goals = {"step": options.steps, "samples": options.samples, "tokens": options.tokens, "progress": options.progress}
     watcher = Watcher(options.runs, {name: goal for name, goal in goals.items() if goal is not None})
     server = _server(watcher, options)

@@ -1,6 +1,7 @@
 """The communicators of torch.distributed, and which one a run uses: by device, initialized backend or process group."""
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
@@ -134,6 +135,17 @@ def running_cores(process_group: Any = None) -> tuple[int, int]:
         communicator = ProcessGroups(group)
         return communicator.rank, communicator.num_replicas
     return xla.cores() if xla.is_running() else (0, 1)
+
+
+def check_joined_torchrun(communicator: Communicator) -> None:
+    """Raise if torchrun has started several processes, and none has joined the others."""
+    number = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if number > 1 and isinstance(communicator, SingleProcess):
+        raise RuntimeError(
+            f"torchrun has started {number} processes, but torch.distributed is not initialized: each would train "
+            "alone. Pass the loop to vbs.launch(train), or call torch.distributed.init_process_group() before the "
+            "loader is made. To train alone in each process, pass num_replicas=1 and rank=0 to the loader."
+        )
 
 
 def shared_store() -> Any:

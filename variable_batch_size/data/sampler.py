@@ -72,6 +72,7 @@ class MinibatchSource(ABC):
         max_minibatch_size: int | None,
     ) -> None:
         check_integer(seed=seed)
+        self.detects_cores = num_replicas is None or rank is None
         if num_replicas is None or rank is None:
             running_rank, running_replicas = running_cores(process_group)
             num_replicas = running_replicas if num_replicas is None else num_replicas

@@ -20,7 +20,10 @@ with imported_extra("lightning", "variable_batch_size.integrations.lightning nee
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-NO_SHARDED_CHECKPOINTS = "those of ModelParallelStrategy lack the optimizer's position. Use vbs.Checkpoint in a loop"
+NO_SHARDED_CHECKPOINTS = (
+    "checkpoints of ModelParallelStrategy lack the optimizer's position. To save a sharded model, train it without the "
+    "Trainer, in a loop of your own with vbs.Checkpoint"
+)
 _CALLBACKS = {
     callbacks.GradientAccumulationScheduler: TRACE_DECIDES,
     callbacks.StochasticWeightAveraging: "it runs an extra epoch. Use WeightAveraging or EMAWeightAveraging",

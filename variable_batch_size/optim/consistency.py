@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator, Group, Ranks, group_of
-from variable_batch_size.cores.detect import ProcessGroups, SpmdHosts, everyone_for
+from variable_batch_size.cores.detect import ProcessGroups, SpmdHosts, check_joined_torchrun, everyone_for
 from variable_batch_size.cores.dtensor import dimensions_of, is_dtensor, model_groups, to_local
 from variable_batch_size.data.sampler import Description, MinibatchSource
 from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
@@ -116,9 +116,12 @@ def sync_and_check_ranks(
     """
     parameters, sampler, model = list(optimizer.parameters()), optimizer.sampler, wrappers.model
     wrappers.refuse_unsupported(optimizer.rule, optimizer.inner)
+    if sampler.detects_cores:
+        check_joined_torchrun(communicator)
     expected, found = (f"rank {one.rank} of {one.num_replicas}" for one in (sampler, communicator))
     if expected != found:
-        raise ValueError(f"the sampler is for {expected}, but this is {found}")
+        hint = ": make the loader after torch.distributed is initialized" if sampler.detects_cores else ""
+        raise ValueError(f"the sampler is for {expected}, but this is {found}{hint}")
     of_model = [*model.parameters(), *model.buffers()] if model is not None else []
     largest = sampler.schedule.max_minibatch_size
     facts = {

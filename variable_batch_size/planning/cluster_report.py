@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from variable_batch_size.planning.cluster import Outcome
-from variable_batch_size.planning.reports import Table, duration, table_page
+from variable_batch_size.planning.reports import Table, counted, duration, table_page
 
 Spans = Sequence[tuple[str, float, Sequence[Sequence[float]]]]  # name, arrival; begin, end and cores
 _ROW, _LEFT, _WIDTH = 16, 120, 840
@@ -144,7 +144,9 @@ def state_lead(state: Mapping[str, Any]) -> str:
     """A sentence about the pool."""
     used, total = sum(job["cores"] for job in state["jobs"]), sum(state["nodes"])
     ended = [job for job in state["jobs"] if job["state"] == "done"]
-    text = f"{used} of {total} cores on {len(state['nodes'])} nodes are in use by the policy {state['policy']}"
+    text = (
+        f"{used} of {total} cores on {counted(len(state['nodes']), 'node')} are in use by the policy {state['policy']}"
+    )
     text += f", {len(ended)} of {len(state['jobs'])} jobs are done after {duration(state['seconds'])}."
     if ended:
         mean = sum(job["ended"] - job["arrived"] for job in ended) / len(ended)

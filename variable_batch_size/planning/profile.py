@@ -81,7 +81,7 @@ class Profile:
         self.refuse_other_network(machines, cores)
         for warning in [] if self.extrapolates else self.far(cores, minibatch_size, machines):
             raise ValueError(
-                f"{warning}: set `extrapolates` to allow more than a factor of {_FARTHEST} beyond that range"
+                f"{warning}: more than a factor of {_FARTHEST} beyond that range needs --extrapolate, or `extrapolates`"
             )
         model = self.throughput
         guesses = model.accumulating(minibatch_size), model.updating(machines, cores, minibatch_size)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, final
 
@@ -250,6 +251,9 @@ def parse_named(text: str, classes: Mapping[str, Callable[..., T]]) -> T:
         return classes[name](**dict(map(_setting, settings.split(",") if settings else ())))
     except TypeError as error:  # an unknown or missing setting
         reason = str(error).partition("() ")[2] or str(error)
+        if reason.startswith("missing"):
+            needed = [f"{setting}=…" for setting in re.findall(r"'(\w+)'", reason)]
+            reason = f"needs settings, as in {name}:{','.join(needed)}"
         raise ValueError(f"`policy` {name} {reason}, got {text!r}") from None
 
 

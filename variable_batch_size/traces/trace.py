@@ -66,6 +66,10 @@ class Trace:
         source: str | None = None,
         content: bytes | None = None,
     ) -> None:
+        if not isinstance(sizes, np.ndarray):
+            raise ValueError(
+                f"`sizes` must be an array of int64, got {sizes!r}: use Trace.of(…), which converts and checks"
+            )
         self.sizes, self.is_endless, self.is_open, self._source = sizes, is_endless, is_open, source
         self.sizes.flags.writeable = False
         self._kept = content  # of a source that can be read only once
