@@ -7,23 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from variable_batch_size.checks import (
-    check_not_negative_number,
-    check_positive,
-    check_positive_number,
-    import_extra,
-    refuse,
-)
+from variable_batch_size.checks import check_not_negative_number, check_positive, check_positive_number, refuse
 from variable_batch_size.files import read_records
-from variable_batch_size.planning.profile import BASES, MEASURED, Profile
+from variable_batch_size.planning.profile import BASES, MEASURED, Profile, half_interval
 from variable_batch_size.planning.rental import Offer, Prices, Rental
 from variable_batch_size.policies.autoscale import Goodput, gain
-from variable_batch_size.policies.policy import Policy, Situation, policy_of
+from variable_batch_size.policies.policy import Policy, Situation, depth_of, policy_of
 from variable_batch_size.policies.timing import PolicyTiming
 from variable_batch_size.traces.recording import Recording
 from variable_batch_size.traces.trace import Trace
@@ -209,7 +203,7 @@ class NoiseCurves:
         for curve in self.curves:
             found.setdefault(curve.batch_size(progress), []).append(math.log(curve(progress)))
         sizes = sorted(found)
-        means = [fmean(found[size]) + (self.end and self.end * _half_interval(found[size])) for size in sizes]
+        means = [fmean(found[size]) + (self.end and self.end * half_interval(found[size])) for size in sizes]
         return math.exp(float(np.interp(math.log(batch_size), np.log(sizes), means)))
 
     @property
@@ -217,14 +211,6 @@ class NoiseCurves:
         """The ends of the 95 % interval; None if no two runs have a batch size in common."""
         sizes = [size for curve in self.curves for size in set(curve.batch_sizes or ())]
         return (replace(self, end=-1), replace(self, end=1)) if len(set(sizes)) < len(sizes) else None
-
-
-def _half_interval(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of a mean, with Student's t; 0 for a single value."""
-    if len(values) == 1:
-        return 0.0
-    special = import_extra("scipy.special", "an interval needs scipy", "compare")
-    return float(special.stdtrit(len(values) - 1, 0.975)) * stdev(values) / math.sqrt(len(values))
 
 
 class Moment(NamedTuple):
@@ -411,7 +397,7 @@ class _Run(Simulation):
         for time in resumed.times:
             self.timing.times.add(*time)
         if resumed.cores == self.availability.spans[0].cores:
-            depth = -(-resumed.batch_size // (self.minibatch_size * resumed.cores))
+            depth = depth_of(resumed.batch_size, self.minibatch_size, resumed.cores)
             self.timing.note_steps(resumed.batch_size, resumed.cores, None, depth=depth)
         else:
             self.restarts, self.restart_left = 1, self.restart_seconds
@@ -469,8 +455,8 @@ class _Run(Simulation):
             until_next = self._decide()
             size, number = self.rows.popleft()
             worth = gain(size, ref_batchsize=self.ref_batchsize, noise_scale=self.noise(self.progress, size))
-            depth = -(-size // (self.minibatch_size * self.cores))
-            seconds = (depth - 1) * times.accumulating + times.updating
+            depth = depth_of(size, self.minibatch_size, self.cores)
+            seconds = times.step(depth)
             wanted = min(number, until_next, max(1, math.ceil((self.goal - self.progress) / worth - 1e-9)))
             if self.most_samples is not None:
                 wanted = min(wanted, -(-(self.most_samples - self.samples) // size))

@@ -12,6 +12,11 @@ from typing_extensions import Unpack
 from variable_batch_size.checks import check_positive, copy_for_run, is_integer
 
 
+def depth_of(batch_size: Any, minibatch_size: int, cores: int) -> Any:
+    """Number of minibatches of the busiest core in a step; of each one, if batch sizes are an array."""
+    return -(-batch_size // (minibatch_size * cores))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Situation:
     """The inputs of a policy's decision; None for unknown values.
@@ -42,7 +47,7 @@ class Situation:
     @property
     def depth(self) -> int | None:
         """Number of minibatches of the busiest core in a step of the current batch size."""
-        return None if self.batch_size is None else -(-self.batch_size // (self.minibatch_size * self.cores))
+        return None if self.batch_size is None else depth_of(self.batch_size, self.minibatch_size, self.cores)
 
     @property
     def knows_noise(self) -> bool:
