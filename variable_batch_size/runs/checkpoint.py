@@ -77,11 +77,11 @@ class RankCoordinator:
         now = time.monotonic()
         save_due = self.every_seconds is not None and now - self._saved_at >= self.every_seconds
         if self._communicator.num_replicas == 1:
-            return CheckpointSignal(save_due, signals.was_told())
+            return CheckpointSignal(save_due, signals.is_stop_requested())
         is_first = self._communicator.rank == 0
         per_poll = self._minibatches * _POLL_SECONDS / max(now - self._polled_at, 1e-9)
         poll_after = round(min(max(per_poll, 1), _MAX_MINIBATCHES_BETWEEN_POLLS))
-        numbers = [is_first * save_due, signals.was_told(), is_first * poll_after]
+        numbers = [is_first * save_due, signals.is_stop_requested(), is_first * poll_after]
         num_due, num_stops, self._poll_after = self.all_reduce(numbers)
         self._minibatches, self._polled_at = 0, time.monotonic()
         return CheckpointSignal(num_due > 0, num_stops > 0)
@@ -418,7 +418,7 @@ class Checkpoint:
         self.wait()
         # on all ranks: one that exits early may get the others killed, rank 0 as it writes
         (interrupts,) = self._coordinator.all_reduce([signals.was_interrupted()])
-        signals.obey(is_exiting=not interrupts)
+        signals.acknowledge(is_exiting=not interrupts)
         if self._communicator.rank == 0:
             saved = "" if self.directory is None else f", saved in {self.directory}"
             logger.warning("stop requested: ended after %d steps%s", self._optimizer.steps_done, saved)
