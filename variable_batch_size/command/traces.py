@@ -13,6 +13,7 @@ from variable_batch_size.command.options import (
     add_plot,
     add_recording,
     count,
+    described,
     draw_picture,
     print_text,
     read_recording,
@@ -96,7 +97,7 @@ _DEFAULTS = {  # what it means to omit an option
 def add_make(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="kinds of traces", metavar="KIND", required=True)
     for name, (make, help) in _KINDS.items():
-        kind = kinds.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+        kind = kinds.add_parser(name, **described(help))
         kind.set_defaults(make=make)
         _add_out(kind)
         for argument, parameter in inspect.signature(make).parameters.items():
