@@ -1,4 +1,4 @@
-"""Atomic local file writes, and JSON lines."""
+"""Atomic local file writes, the lines of tables and of JSON records, and the names of the files of a run."""
 
 import json
 import os
@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY = ".tmp"  # suffix of a file that is being written
+LOG, EXECUTED, DECISIONS = "log.jsonl", "executed.csv", "decisions.jsonl"  # in the directory of a run
+
+
+def numbered_lines(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """The lines of a table, with their numbers from 1, without blank ones and comments after ``#``."""
+    lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

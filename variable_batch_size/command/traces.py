@@ -20,7 +20,7 @@ from variable_batch_size.command.options import (
     require,
     selected,
 )
-from variable_batch_size.files import read_records, write
+from variable_batch_size.files import DECISIONS, EXECUTED, read_records, write
 from variable_batch_size.planning.reports import (
     check_suffix,
     conversion_report,
@@ -33,8 +33,6 @@ from variable_batch_size.planning.reports import (
 from variable_batch_size.traces import generators, zoo
 from variable_batch_size.traces.recording import ROUNDING, WHEN_EMPTY, Recording, convert_recording, step_seconds
 from variable_batch_size.traces.trace import CHANGES, UNITS, Change, Stages, Trace, Unit
-
-EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
 
 
 def _stages(

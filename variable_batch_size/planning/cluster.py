@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from variable_batch_size.checks import check_not_negative_number, check_one_of, check_positive_number, refuse
+from variable_batch_size.files import numbered_lines
 from variable_batch_size.planning.profile import Measured, Profile
 from variable_batch_size.planning.simulate import NoiseCurve, NoiseCurves
 from variable_batch_size.policies.allocation import ALLOCATIONS, Allocation, Job, check_fits, place, slots
@@ -57,8 +58,7 @@ def read_jobs(path: str | os.PathLike[str]) -> list[Submitted]:
 
 def _rows(path: Path, needed: Sequence[str]) -> list[tuple[int, list[str]]]:
     """The numbered rows of a CSV file, with these columns, which may be among others."""
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
-    kept = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+    kept = numbered_lines(path)
     head = [cell.strip() for cell in kept[0][1].split(",")] if kept else []
     if not set(needed) <= set(head):
         rule = f"the columns must be {','.join(needed)}"

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from variable_batch_size.files import EXECUTED, LOG
 from variable_batch_size.planning.profile import EXTRAPOLATED, Measured, Profile, t_quantile
 from variable_batch_size.planning.rental import RENTALS, Rental
 from variable_batch_size.planning.simulate import Availability, Moment, NoiseCurve, Resumed, Simulation, simulate
@@ -28,7 +29,6 @@ from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Rows, Trace
 from variable_batch_size.urls import read_bytes
 
-LOG, EXECUTED = "log.jsonl", "executed.csv"
 _MOST_RECORDS = 20_000  # the latest, which are enough for a forecast
 _NUM_BLOCKS = 10  # of records, whose spread is that of the times
 _NUM_TIMED = 5  # steps of each kind, which a policy needs to know the times of

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from variable_batch_size.checks import import_extra, is_integer, refuse
-from variable_batch_size.files import write_text
+from variable_batch_size.files import numbered_lines, write_text
 from variable_batch_size.policies.throughput import Throughput
 from variable_batch_size.policies.timing import Times
 
@@ -51,8 +51,7 @@ class Profile:
     def read(cls, path: str | os.PathLike[str], *, extrapolates: bool = False) -> "Profile":
         """Read a CSV file with the columns machines, cores, minibatch_size and the two times."""
         name = os.fspath(path)
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = tuple(_rows(file, name))
+        rows = tuple(_rows(numbered_lines(path), name))
         if not rows:
             refuse(name, "a profile must have a row", "none")
         return cls(rows, name, extrapolates)
@@ -189,8 +188,7 @@ def _between(rows: Sequence[Measured], cores: int, minibatch_size: int) -> Times
     return Times(*(float(np.interp(minibatch_size, sizes, column)) for column in zip(*of_size.values(), strict=True)))
 
 
-def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+def _rows(numbered: Sequence[tuple[int, str]], name: str) -> Iterator[Measured]:
     if not numbered or tuple(cell.strip() for cell in numbered[0][1].split(",")) != COLUMNS:
         refuse(f"{name}:1", f"the columns of a profile must be {','.join(COLUMNS)}", numbered[0][1] if numbered else "")
     for number, line in numbered[1:]:

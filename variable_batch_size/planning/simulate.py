@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from variable_batch_size.checks import check_not_negative_number, check_positive, check_positive_number, refuse
-from variable_batch_size.files import read_records
+from variable_batch_size.files import numbered_lines, read_records
 from variable_batch_size.planning.profile import BASES, MEASURED, Profile, half_interval
 from variable_batch_size.planning.rental import Offer, Prices, Rental
 from variable_batch_size.policies.autoscale import Goodput, gain
@@ -135,9 +135,7 @@ class NoiseCurve:
         A CSV file has the columns ``progress,noise_scale`` or ``progress,noise_scale,batch_size``. With weighted
         minibatches, the noise scales of a log are converted to samples with the mean weight of a sample.
         """
-        name = os.fspath(path)
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-        numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
+        name, numbered = os.fspath(path), numbered_lines(path)
         if numbered and not numbered[0][1].lstrip().startswith("{"):
             return cls(*zip(*_noise_rows(numbered, name), strict=True))
         found: dict[float, tuple[float, ...]] = {}

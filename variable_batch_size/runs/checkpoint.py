@@ -17,7 +17,7 @@ from variable_batch_size.cores import devices, signals
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.cores.messages import show
-from variable_batch_size.files import write_text
+from variable_batch_size.files import DECISIONS, EXECUTED, write_text
 from variable_batch_size.optim.attachments import Limit
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
@@ -26,7 +26,7 @@ from variable_batch_size.policies.hints import HINTS
 from variable_batch_size.runs import state_file
 from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import JsonLines
-from variable_batch_size.runs.store import ASSIGNED, DECISIONS, EXECUTED, CheckpointStore, ExecutedTrace, Format
+from variable_batch_size.runs.store import ASSIGNED, CheckpointStore, ExecutedTrace, Format
 from variable_batch_size.schedules.policy_schedule import PolicySchedule
 from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 

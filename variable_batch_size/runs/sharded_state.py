@@ -26,7 +26,7 @@ from variable_batch_size.cores.dtensor import (
 )
 from variable_batch_size.files import TEMPORARY, sync
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
-from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
+from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of, parameters_of
 from variable_batch_size.optim.wrappers import is_zero
 from variable_batch_size.runs import state_file
 from variable_batch_size.runs.state_file import tree_map
@@ -147,7 +147,7 @@ def map_params(inner: Optimizer, state: Mapping[str, Any], change: Callable[...,
 def _numbered_params(inner: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
     """The parameters of an optimizer, with their numbers in a state of it."""
     numbers = (number for group in state["param_groups"] for number in group["params"])
-    return zip(numbers, (p for group in inner.param_groups for p in group["params"]), strict=False)
+    return zip(numbers, parameters_of(inner), strict=False)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -15,6 +15,7 @@ from variable_batch_size.optim.gradients.fsdp import FSDPAccumulator
 from variable_batch_size.optim.gradients.traced import TracedAccumulator
 from variable_batch_size.optim.norm_layers import MEASURES, make_norm_layers
 from variable_batch_size.optim.own_norms import OWN_NORM, make_own_norms
+from variable_batch_size.optim.proxy import parameters_of
 from variable_batch_size.optim.wrappers import Wrappers
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.schedule import require_equal_minibatches
@@ -34,7 +35,7 @@ def make_accumulator(
     **options: Any,
 ) -> GradientAccumulator:
     """The accumulator of an optimizer; further options are those of every :class:`GradientAccumulator`."""
-    parameters = [p for group in inner.param_groups for p in group["params"]]
+    parameters = parameters_of(inner)
     if not isinstance(measure_noise, bool):
         check_one_of((MEASURES, OWN_NORM), measure_noise=measure_noise)
     of_run: Any = {"rule": rule, "exact": exact}
