@@ -6,7 +6,8 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, final
@@ -166,9 +167,9 @@ def _load(training: Training, leg: Leg, before: bytes) -> None:
                 state["momentum_buffer"].mul_(num_minibatches)  # from the mean of gradients to their sum
 
 
-def _tested(training: Training, leg: Leg, base_lrs: Sequence[float], num_samples: int) -> Any:
+def _tested(training: Training, leg: Leg, base_lrs: Sequence[float], num_samples: int) -> Iterator[int]:
     """Train with the schedule of the workload, and yield the samples done where a test is due."""
-    optimizer, schedule, num_tested = training.optimizer, training.workload.schedule, 0
+    optimizer, schedule = training.optimizer, training.workload.schedule
 
     def schedule_lr() -> None:
         if schedule is not None:
@@ -177,19 +178,10 @@ def _tested(training: Training, leg: Leg, base_lrs: Sequence[float], num_samples
                 group["lr"] = lr * factor
 
     schedule_lr()
-    for _ in training.losses():
-        if optimizer.is_accumulating:
-            continue
-        done = optimizer.samples_done
-        schedule_lr()
-        if done * _TESTS // leg.samples > num_tested:
-            num_tested = done * _TESTS // leg.samples
-            yield done
-        if done >= leg.samples:
-            return
+    return training.train_on(leg.samples, stops=_TESTS, after_step=schedule_lr)
 
 
-class InThisProcess:
+class InThisProcess(AbstractContextManager["InThisProcess"]):
     """Does work when its outcome is asked for, with the interface of LocalProcesses."""
 
     def __init__(self) -> None:
@@ -205,9 +197,6 @@ class InThisProcess:
     def next_outcome(self) -> tuple[Any, Any]:
         run, work = self._waiting.pop(0)
         return run, outcome_of(work)
-
-    def __enter__(self) -> "InThisProcess":
-        return self
 
     def __exit__(self, *error: object) -> None:
         pass

@@ -134,11 +134,14 @@ def best_exponent(losses: Mapping[float, float]) -> float:
     return min(max(float(-slope / (2 * square)), min(finite)), max(finite))
 
 
-def exponent_over_seeds(seeds: Iterable[Mapping[float, float]]) -> Estimate:
-    """The mean of the best exponents of all seeds, with its 90 % interval, at least as wide as the fit can tell."""
-    found = difference([best_exponent(losses) for losses in seeds], level=LEVEL)
-    assert found is not None
-    return found if found.error is None else found._replace(error=max(found.error, _RESOLUTION))
+def exponent_over_seeds(seeds: Iterable[Mapping[float, float]]) -> Estimate | None:
+    """The mean of the best exponents of all seeds, with its 90 % interval, at least as wide as the fit can tell.
+
+    Seeds with which every exponent has diverged are left out; None if there are no others.
+    """
+    usable = [losses for losses in seeds if any(map(math.isfinite, losses.values()))]
+    found = difference([best_exponent(losses) for losses in usable], level=LEVEL)
+    return found if found is None or found.error is None else found._replace(error=max(found.error, _RESOLUTION))
 
 
 def clearly_behind(losses: Mapping[str, Sequence[float]]) -> set[str]:
@@ -204,8 +207,7 @@ class State(NamedTuple):
         arms = {arm_of(exponent): exponent for exponent in EXPONENTS}
         losses = next((found for _, found in reversed(self.rungs) if arms.keys() <= found.keys()), self.rungs[0][1])
         seeds = [{arms[arm]: loss for arm, loss in zip(arms, column, strict=True)} for column in _columns(losses, arms)]
-        usable = [seed for seed in seeds if any(map(math.isfinite, seed.values()))]
-        return exponent_over_seeds(usable) if usable else None
+        return exponent_over_seeds(seeds)
 
     @property
     def stopped(self) -> dict[str, int]:
@@ -443,8 +445,7 @@ class Recommendation(NamedTuple):
         """Of all states together."""
         leads = {exponent: self.leads(arm_of(exponent)) for exponent in EXPONENTS}
         seeds = [dict(zip(leads, column, strict=True)) for column in zip(*leads.values(), strict=True)]
-        usable = [seed for seed in seeds if any(map(math.isfinite, seed.values()))]
-        return exponent_over_seeds(usable) if usable else None
+        return exponent_over_seeds(seeds)
 
     @property
     def lead(self) -> Estimate:
