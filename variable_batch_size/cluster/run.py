@@ -295,7 +295,7 @@ class ClusterRun:
                 self._end(job, Polled(None, is_lost=True), f"has not stopped within {_SECONDS_TO_STOP:g} s")
 
     def _end(self, job: Managed, polled: Polled, problem: str = "") -> None:
-        """What follows from how its processes ended; with a problem they are killed."""
+        """Set the state of a job by how its processes ended; kill those that still run."""
         assert job.group is not None
         kill_quietly(job.group)
         codes, was_stopping = polled.codes or (), job.state == STOPPING

@@ -48,7 +48,7 @@ _MODEL_ERROR = 1.25  # of the predicted loss at the end, over what the second ha
 _QUANTILE = 0.75  # of the batch sizes after a state: rules differ, and fail, at large ones
 _EXPECTED = 0.25  # the relative difference between nominal and measured rates that is to be expected
 _NORMAL = 1.645  # the 90 % interval of a normal distribution, in standard deviations
-_LEAST_PROGRESS = 0.01  # of that at the reference batch size, below which L(n) says nothing
+_LEAST_PROGRESS = 0.01  # of that at the reference batch size, below which L(n) is not valid
 _MIN_UPDATES = 4  # of a branch
 _SHARE_OF_SIZES = 0.2  # of the samples of all branches, for the critical batch size
 _TOLERANCE = 0.2
@@ -404,7 +404,7 @@ def shrunk_rates(moved: Sequence[float], reference: Sequence[float], nominal: fl
 
 
 class Recommendation(NamedTuple):
-    """What the branches say."""
+    """The result of the branches."""
 
     plan: Plan
     source: Source

@@ -145,7 +145,7 @@ def verdict(settings: Settings, arms: Sequence[Arm], reference: Arm | None) -> s
 
 
 def tiers(settings: Settings, arms: Iterable[Arm]) -> list[list[Arm]]:
-    """The ranking in groups: all arms of a group are ahead of all arms after it, and not all within it told apart."""
+    """The ranking in groups: all arms of a group are ahead of all after it, and not all within it can be told apart."""
     ranked = ranking(arms, is_higher_better=settings.is_higher_better)
     found: list[list[Arm]] = []
     for number, arm in enumerate(ranked):

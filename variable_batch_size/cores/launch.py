@@ -324,7 +324,7 @@ def _process_group(backend: str, local_rank: int, **options: Any) -> Iterator[No
 
 
 class _Bounds(NamedTuple):
-    """What `elastic` and `timeout` say."""
+    """The values of `elastic` and `timeout`."""
 
     least: int
     most: int

@@ -59,7 +59,7 @@ class Cursor:
 
     Padding is a rank's last minibatch of a step, so a step has at most two plans: of the last one and those before it.
     Which one a minibatch has follows from the schedule, or is requested from the shares, one minibatch ahead. In open
-    steps it is the user who says which one is the last: :meth:`advance_open`, and :meth:`close` at the end of the step.
+    steps the user determines which one is the last: :meth:`advance_open`, and :meth:`close` at the end of the step.
     """
 
     def __init__(self, schedule: BaseSchedule, rank: int, shares: Shares | None = None) -> None:

@@ -51,7 +51,7 @@ class MinibatchSource(ABC):
     """
 
     # whether step() raises for a minibatch that was not read from here. Set it to False for a loop that calls step() as
-    # often as the schedule says, without iterating over a loader or the sampler
+    # often as the schedule requires, without iterating over a loader or the sampler
     must_be_read = True
     needs_weights = False  # whether step() needs a weight, as minibatches hold different numbers of samples
     unit = "samples"  # of batch sizes

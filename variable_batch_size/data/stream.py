@@ -460,5 +460,5 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         return {} if self._reader is None else self._reader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Start the next pass from a state instead of skipping; it begins where ``set_epoch`` says."""
+        """Start the next pass from a state instead of skipping; ``set_epoch`` determines where it begins."""
         self._loaded = {**state_dict, "in_worker": get_worker_info() is not None} if state_dict else None

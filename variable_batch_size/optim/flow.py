@@ -1,4 +1,4 @@
-"""Flow: how the numbers measured in a step reach the rule, and the learning rate that they make the optimizer."""
+"""Flow: how the numbers measured in a step reach the rule, and how its factors reach the optimizer."""
 
 import copy
 import dataclasses

@@ -40,7 +40,7 @@ PolicyFunction = Callable[[Situation], float]
 
 @dataclass(frozen=True, kw_only=True)
 class RunSoFar:
-    """What the files of a run say about it, for a forecast."""
+    """A run up to now, from its files, for a forecast."""
 
     name: str
     step: int

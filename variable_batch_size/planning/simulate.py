@@ -74,7 +74,7 @@ class Availability:
         if self.cores_per_machine is not None:
             return -(-cores // self.cores_per_machine)
         if cores > 1 and profile.has_several_machines:
-            needed = "set `cores_per_machine` (--cores-per-machine), to tell how many machines they are on"
+            needed = "set `cores_per_machine` (--cores-per-machine), which determines how many machines they are on"
             raise ValueError(f"{profile.name} has times on several machines, but {self.name} no placement: {needed}")
         return 1
 
@@ -374,7 +374,7 @@ class _Run(Simulation):
     is_started: bool = False
     restart_left: float = 0.0  # seconds of the current restart
     left: float = 0.0  # seconds of that span that are too short for a step, unless the next span has the same cores
-    noise_size: int | None = None  # the latest batch size with several minibatches, which tell the noise
+    noise_size: int | None = None  # the latest batch size with several minibatches, which show the noise
     rows: deque[tuple[int, int]] = field(default_factory=deque)  # like `made`, decided and not executed
     saved: _Saved = field(default_factory=_Saved)
     unsaved_seconds: float = 0.0  # of the steps since then

@@ -27,7 +27,7 @@ class Situation:
     """
 
     cores: int  # number of cores
-    machines: int = 1  # on which they are, as far as a simulation is told
+    machines: int = 1  # on which they are, where a simulation has them
     minibatch_size: int  # samples per forward and backward pass of one core
     max_minibatch_size: int | None = None  # the largest, if they grow with the batch size
     ref_batchsize: int  # the batch size for which the inner optimizer's settings were chosen

@@ -17,7 +17,7 @@ _ENDLESS = 2**62  # the end of an epoch, while that is not known
 
 @dataclass(frozen=True)
 class OpenSteps:
-    """In the place of a trace: a step ends when every core has said so, after any number of minibatches on each.
+    """In the place of a trace: a step ends when every core has ended its part, after any number of minibatches.
 
         sampler = vbs.CustomSampler(prompts, vbs.OpenSteps(), minibatch_size=4)
         optimizer = vbs.Optimizer(inner, sampler, rule="linear", ref_batchsize=64, model=model)

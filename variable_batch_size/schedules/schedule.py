@@ -331,7 +331,7 @@ class Schedule(BaseSchedule):
 
     @staticmethod
     def fingerprint(trace: Trace) -> str:
-        """What tells a trace from others."""
+        """Distinguishes a trace from others."""
         if trace.is_endless:
             return f"always {trace[0]}"
         digest = hashlib.sha256(trace.sizes.astype("<i8").tobytes()).hexdigest()

@@ -262,7 +262,7 @@ class FixedPoint64(_FixedPoint):
                 flat.copy_(copy)
 
     def drop_sums(self) -> None:
-        """Let this rank's minibatches not count. Its buckets are zeroed by the accumulator."""
+        """Leave this rank's minibatches out of the step. The accumulator zeroes its buckets."""
         self._rungs, self._parts = {}, None if self._parts is None else torch.zeros_like(self._parts)
 
     def reset(self) -> None:
