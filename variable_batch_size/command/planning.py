@@ -160,14 +160,8 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 _NOT_WITH_FROM = (
-    "noise",
-    "recording",
-    "market",
-    "prices",
-    "checkpoint_seconds",
-    "cores_per_machine",
-    "dataset_size",
-    "out",
+    *("noise", "recording", "market", "prices"),
+    *("checkpoint_seconds", "cores_per_machine", "dataset_size", "out"),
 )
 
 
