@@ -91,13 +91,7 @@ class Halves:
     """
 
     def __init__(
-        self,
-        sampler: MinibatchSource,
-        cursor: Cursor,
-        accumulator: GradientAccumulator,
-        rule: Rule,
-        *,
-        measures: bool,
+        self, sampler: MinibatchSource, cursor: Cursor, accumulator: GradientAccumulator, rule: Rule, *, measures: bool
     ) -> None:
         self._sampler, self._cursor, self._accumulator = sampler, cursor, accumulator
         self._rule, self._measures = rule, measures

@@ -23,6 +23,7 @@ from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.policies.hints import HINTS
+from variable_batch_size.policies.policy import depth_of
 from variable_batch_size.runs import state_file
 from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import JsonLines
@@ -269,8 +270,9 @@ class Checkpoint:
         if self._sampler.num_to_run is not None:  # epochs() saves the end of the run, after what the loop body does
             return
         is_due = self.every_steps is not None and optimizer.steps_done % self.every_steps == 0
-        at_once = self._sampler.schedule.minibatch_size_of(optimizer.batch_size) * self._sampler.num_replicas
-        signal = self._coordinator.after_minibatches(-(-optimizer.batch_size // at_once))
+        schedule, size = self._sampler.schedule, optimizer.batch_size
+        depth = depth_of(size, schedule.minibatch_size_of(size), schedule.num_replicas)
+        signal = self._coordinator.after_minibatches(depth)
         if is_due or signal.save_due or signal.stop_requested:
             self.save()
         if signal.stop_requested:
