@@ -18,7 +18,7 @@ from variable_batch_size.command.options import (
     print_text,
     selected,
 )
-from variable_batch_size.files import write_text
+from variable_batch_size.files import read_json, write_json, write_text
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace, parse_count
 
@@ -110,13 +110,11 @@ def _constant_trace(text: str, ref_batchsize: int, num_samples: int) -> Trace:
 
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     """Write the settings, or raise if the directory has branches with others."""
-    text = json.dumps(settings, indent=2) + "\n"
-    if path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
-        for name, value in json.loads(text).items():
-            if old.get(name) != value:
-                different = f"another {name}, {old.get(name)} instead of {value}"
-                raise ValueError(f"{path.parent} has branches with {different}: choose another --out")
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+    if not path.exists():
+        write_json(path, settings, indent=2)
+        return
+    old = read_json(path)
+    for name, value in json.loads(json.dumps(settings)).items():  # with lists for tuples, as in the file
+        if old.get(name) != value:
+            different = f"another {name}, {old.get(name)} instead of {value}"
+            raise ValueError(f"{path.parent} has branches with {different}: choose another --out")

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import json
 import math
 import time
 import zlib
@@ -18,7 +17,7 @@ from variable_batch_size.comparison.compare import Work, outcome_of
 from variable_batch_size.comparison.experiment import Outcome
 from variable_batch_size.comparison.train import Training, device_of
 from variable_batch_size.comparison.workload import Workload, load_workload, source_of
-from variable_batch_size.files import write, write_text
+from variable_batch_size.files import read_json, write, write_json
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
@@ -255,7 +254,7 @@ class Legs:
         """
         path = self._directory / f"{name}.json"
         if path.exists():
-            return dict(json.loads(path.read_text(encoding="utf-8")))
+            return dict(read_json(path))
         model = _workload(self._source.workload, self._source.source, self._source.datadir).model()
         names = [name for name, _ in model.named_parameters()]  # without buffers
 
@@ -275,7 +274,7 @@ class Legs:
             return fmean(float(mine @ other) for number, other in enumerate(along) if number != seed)
 
         found = {arm: [product(*numbered) for numbered in enumerate(own)] for arm, own in spans.items()}
-        write_text(path, json.dumps(found) + "\n")
+        write_json(path, found)
         return found
 
     def forget(self, legs: Iterable[Leg]) -> None:
@@ -288,7 +287,7 @@ class Legs:
 
     def _read(self, leg: Leg) -> Ran | None:
         try:
-            found = json.loads(self._file(leg, "json").read_text(encoding="utf-8"))
+            found = read_json(self._file(leg, "json"))
             curve = tuple((samples, loss) for samples, loss in found["curve"])
             return Ran(curve, found["seconds"], found["noise"], found["factor"])
         except (OSError, ValueError, TypeError, KeyError):
@@ -297,5 +296,5 @@ class Legs:
     def _write(self, leg: Leg, ran: Ran, state: bytes) -> Ran:
         self._directory.mkdir(parents=True, exist_ok=True)
         write(self._file(leg, "pt"), lambda temporary: temporary.write_bytes(state))
-        write_text(self._file(leg, "json"), json.dumps(ran._asdict()) + "\n")
+        write_json(self._file(leg, "json"), ran._asdict())
         return ran
