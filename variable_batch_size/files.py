@@ -1,4 +1,4 @@
-"""Atomic local file writes, and JSON lines."""
+"""Atomic local file writes, JSON, the lines of tables and of JSON records, and the names of the files of a run."""
 
 import json
 import os
@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY = ".tmp"  # suffix of a file that is being written
+LOG, EXECUTED, DECISIONS = "log.jsonl", "executed.csv", "decisions.jsonl"  # in the directory of a run
+
+
+def numbered_lines(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """The lines of a table, with their numbers from 1, without blank ones and comments after ``#``."""
+    lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -39,6 +46,17 @@ def write(path: Path, fill: Callable[[Path], Any]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Like :func:`write`, for a text."""
     write(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
+
+
+def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
+    """Like :func:`write`, for a value as JSON; its directory is created if necessary."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The value in a file of JSON."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def sync(path: Path) -> None:

@@ -43,8 +43,8 @@ signals._SECONDS_OF_ONE_REQUEST = float("inf")
 signals.note_signals()
 with signals.listening():
     os.kill(os.getpid(), signal.SIGTERM)
-    assert signals.was_told()
-    {obey}
+    assert signals.is_stop_requested()
+    {acknowledge}
 print("after")
 os.kill(os.getpid(), signal.SIGTERM)
 print("again", flush=True)
@@ -55,7 +55,7 @@ print("never")
 
 
 def test_unacknowledged_signal_takes_effect_when_the_handler_is_removed():
-    assert fork(NOTED.format(obey="pass")) == (TERMINATED, [])
+    assert fork(NOTED.format(acknowledge="pass")) == (TERMINATED, [])
 
 
 INTERRUPTED = """
@@ -73,7 +73,7 @@ with signals.listening():
     signal.raise_signal(signal.SIGTERM)
     sys.settrace(None)
     assert len(interrupted) > 1, interrupted
-    signals.obey()
+    signals.acknowledge()
 print("ended")
 """
 
@@ -91,8 +91,8 @@ first.__enter__()
 second.__enter__()
 first.__exit__(None, None, None)  # as a generator that an exception has left and that is collected later
 os.kill(os.getpid(), signal.SIGTERM)
-print(signals.was_told())
-signals.obey()
+print(signals.is_stop_requested())
+signals.acknowledge()
 second.__exit__(None, None, None)
 os.kill(os.getpid(), signal.SIGTERM)
 """
@@ -113,11 +113,11 @@ import signal
 from variable_batch_size.cores import launch, signals
 with signals.listening():
     signal.raise_signal(signal.SIGTERM)
-    signals.obey()
+    signals.acknowledge()
 
 def receive(running, results, forwards):
-    assert forwards and signals.was_told()
-    signals.obey()
+    assert forwards and signals.is_stop_requested()
+    signals.acknowledge()
     print("forwarded")
 
 launch._start = lambda processes, work, started: signal.raise_signal(signal.SIGTERM)
@@ -149,7 +149,7 @@ def test_second_signal_while_a_launch_exits_is_ignored():
 
 
 def test_acknowledged_signal_may_repeat_for_a_while():
-    assert fork(NOTED.format(obey="signals.obey()")) == (TERMINATED, ["after", "again"])
+    assert fork(NOTED.format(acknowledge="signals.acknowledge()")) == (TERMINATED, ["after", "again"])
 
 
 ON_REQUEST = """
@@ -299,12 +299,12 @@ try:
         press()
         told.wait()
         press()  # the same one, from a launching process
-        print(signals.was_told(), signals.was_interrupted())
+        print(signals.is_stop_requested(), signals.was_interrupted())
         signals._SECONDS_OF_ONE_CTRL_C = 0.0
         press()
         print("never")
 except KeyboardInterrupt:
-    print("interrupted", signals.was_told())
+    print("interrupted", signals.is_stop_requested())
 print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 time.sleep(0.2)
 """
@@ -318,7 +318,7 @@ try:
         press()
         print("never")
 except KeyboardInterrupt:
-    print("interrupted", signals.was_told())
+    print("interrupted", signals.is_stop_requested())
 """
     assert fork(INTERRUPTS + code) == (0, ["interrupted", "False"])
 
@@ -347,7 +347,7 @@ try:
     while True:
         time.sleep(0.01)
 except KeyboardInterrupt:
-    print("interrupted", signals.was_told())
+    print("interrupted", signals.is_stop_requested())
 """
     assert fork(INTERRUPTS + code) == (0, ["interrupted", "False"])
 
@@ -357,9 +357,9 @@ def test_ctrl_c_is_noted_once_where_it_is_acknowledged():
     code = """
 with signals.listening(told.set):
     press()
-    signals.obey(is_exiting=False)
+    signals.acknowledge(is_exiting=False)
     press()
-    print(signals.was_told())
+    print(signals.is_stop_requested())
 """
     assert fork(INTERRUPTS + code) == (0, ["False"])
 

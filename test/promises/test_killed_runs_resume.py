@@ -43,7 +43,7 @@ def test_repeatedly_killed_workers_end_with_the_same_weights(on_cores, tmp_path,
     """Under torchrun: every other time, and the first, while core 0 writes a checkpoint."""
     killed = Place(tmp_path / "killed")
     whole = Settings(repeats=2 if kills > 1 else 1, num_unused=UNUSED, every_steps=10_000)
-    preserve_rng = on_cores(2, stoppable_run.run, tmp_path / "whole", whole)
+    undisturbed = on_cores(2, stoppable_run.run, tmp_path / "whole", whole)
     settings = dataclasses.replace(whole, seconds_per_minibatch=0.02, every_steps=2)
     session = SessionProcess(killed, settings, launcher="torchrun", cores=2, restarts=kills)
     rng = random.Random(0)
@@ -60,7 +60,7 @@ def test_repeatedly_killed_workers_end_with_the_same_weights(on_cores, tmp_path,
     assert session.finish() == 0, session.output
     check_every_file_loads(killed.checkpoints)
     assert not list(killed.checkpoints.glob("*.tmp"))
-    assert stoppable_run.same(killed.read_weights(), preserve_rng[0]["model"])
+    assert stoppable_run.same(killed.read_weights(), undisturbed[0]["model"])
 
 
 # ----------------------------------------------------------------------------------------------------------- terminated

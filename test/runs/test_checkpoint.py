@@ -395,10 +395,10 @@ def test_interrupted_loop_resumes_when_run_again(tmp_path, num_minibatches, save
                 optimizer.step()
                 checkpoint.step()
     train(*parts)
-    preserve_rng = make(None)
-    train(*preserve_rng)
-    assert optimizer.steps_done == preserve_rng[2].steps_done
-    assert stoppable_run.same(dict(model.named_parameters()), dict(preserve_rng[-1].named_parameters()))
+    undisturbed = make(None)
+    train(*undisturbed)
+    assert optimizer.steps_done == undisturbed[2].steps_done
+    assert stoppable_run.same(dict(model.named_parameters()), dict(undisturbed[-1].named_parameters()))
     assert not saves or list(vbs.Trace.read(tmp_path / "executed.csv")) == [8, 16, 8, 24]
 
 

@@ -56,7 +56,7 @@ def agree_on_two_cores():
         if not is_first:
             os.kill(os.getpid(), signal.SIGTERM)
         found["told on core 1"] = agreement.poll()
-        signals.obey()
+        signals.acknowledge()
     return found
 
 

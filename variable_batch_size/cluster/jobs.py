@@ -3,7 +3,8 @@
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,8 @@ class JobSpec:
     def arguments(self, cores: int) -> list[str]:
         """The command line of a core, after the interpreter."""
         values = {"checkpoint": self.checkpoint, "cores": cores, "name": self.name}
-        return [
-            self.script,
-            *(re.sub(r"\{(checkpoint|cores|name)\}", lambda m: str(values[m[1]]), a) for a in self.args),
-        ]
+        pattern = re.compile(r"\{(checkpoint|cores|name)\}")
+        return [self.script, *(pattern.sub(lambda found: str(values[found[1]]), one) for one in self.args)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +146,10 @@ def _check_pool(pool: PoolSpec, place: str) -> None:
             check_positive_number(**prices)
 
 
-class _at:
-    """Adds a place to an error."""
-
-    def __init__(self, place: str) -> None:
-        self._place = place
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if isinstance(error, ValueError | TypeError):
-            raise ValueError(f"{self._place}: {error}") from None
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Add a place to an error."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{place}: {error}") from None

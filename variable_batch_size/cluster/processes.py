@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from variable_batch_size.checks import check_positive
 
 STOPPED = 75  # vbs.EXIT_STOPPED, which imports torch
-# a process that outlives the one that has started it would go on to write checkpoints; exec keeps the setting
+# a process that outlives the one that has started it would continue to write checkpoints; exec keeps the setting
 _WRAPPER = """
 import ctypes, os, signal, sys
 try:

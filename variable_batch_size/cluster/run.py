@@ -4,7 +4,6 @@ A job is resized by the signal that saves (exit code 75) and is started again on
 job that fails is started again after a while, and is given up when it fails repeatedly without a new checkpoint.
 """
 
-import json
 import logging
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 
 from variable_batch_size.cluster.jobs import JobSpec, read_cluster
 from variable_batch_size.cluster.processes import STOPPED, Command, Group, Polled, Pool, kill_quietly
-from variable_batch_size.files import write_text
+from variable_batch_size.files import read_json, write_json, write_text
 from variable_batch_size.planning.cluster_report import state_page
 from variable_batch_size.policies.allocation import (
     ALLOCATIONS,
@@ -295,7 +294,7 @@ class ClusterRun:
                 self._end(job, Polled(None, is_lost=True), f"has not stopped within {_SECONDS_TO_STOP:g} s")
 
     def _end(self, job: Managed, polled: Polled, problem: str = "") -> None:
-        """What follows from how its processes ended; with a problem they are killed."""
+        """Set the state of a job by how its processes ended; kill those that still run."""
         assert job.group is not None
         kill_quietly(job.group)
         codes, was_stopping = polled.codes or (), job.state == STOPPING
@@ -360,7 +359,7 @@ class ClusterRun:
 
     def _write(self) -> None:
         state = self.state()
-        write_text(self.out / STATE, json.dumps(state) + "\n")
+        write_json(self.out / STATE, state)
         write_text(self.out / "index.html", state_page(state))
 
 
@@ -376,7 +375,7 @@ def read_state(out: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: pass the --out of vbs cluster run")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         assert isinstance(found["jobs"], list)
     except (ValueError, TypeError, KeyError, AssertionError):
         raise ValueError(f"{path} must be the state that vbs cluster run has written, got something else") from None

@@ -10,7 +10,7 @@ from typing import Any
 
 from variable_batch_size.cluster.processes import LocalPool, Pool
 from variable_batch_size.cluster.run import ClusterRun, read_state
-from variable_batch_size.command.options import positive, print_text
+from variable_batch_size.command.options import described, positive, print_text, selected
 from variable_batch_size.files import write_text
 from variable_batch_size.planning import cluster, cluster_report, reports
 
@@ -27,14 +27,11 @@ def nodes(text: str) -> list[int]:
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True, dest="action")
-    help = "simulate jobs that arrive, over recorded times and noise"
-    simulate = actions.add_parser("simulate", help=help, description=f"{help[0].upper()}{help[1:]}.")
+    simulate = actions.add_parser("simulate", **described("simulate jobs that arrive, over recorded times and noise"))
     add = simulate.add_argument
     add("jobs", metavar="JOBS", nargs="+", help="CSV files: name, time, application, num_replicas, batch_size")
     add("--nodes", type=nodes, required=True, metavar="NxC", help="nodes and the cores of each, as in 16x4")
-    help = (
-        "a folder with a folder for each application: files of the Pollux artifact, or a hints.json (default: of JOBS)"
-    )
+    help = "with a folder for each application: files of the Pollux artifact, or a hints.json (default: that of JOBS)"
     add("--profiles", metavar="DIR", help=help)
     help = f"one of {', '.join(cluster.POLICIES)}; may be repeated (default: goodput, fifo, equal, shortest)"
     add("--policy", action="append", choices=list(cluster.POLICIES), metavar="POLICY", help=help)
@@ -43,8 +40,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     add("--power", type=float, default=-1.0, metavar="P", help="of the speed-ups; smaller is fairer (default: -1)")
     add("--out", metavar="DIR", help="for a page, the table and all jobs (default: none)")
 
-    help = "run the jobs of a TOML file on Ray, and resize them"
-    run = actions.add_parser("run", help=help, description=f"{help[0].upper()}{help[1:]}.")
+    run = actions.add_parser("run", **described("run the jobs of a TOML file on Ray, and resize them"))
     add = run.add_argument
     add("jobs", metavar="JOBS.toml", help="the jobs; those that are added later arrive when the file is saved")
     where = run.add_mutually_exclusive_group()
@@ -53,11 +49,9 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     add("--cores", type=positive, metavar="C", help="of a local Ray cluster (default: all of this machine)")
     add("--out", default="cluster", metavar="DIR", help="for logs, the state and a page (default: cluster)")
 
-    help = "show the jobs of such a pool"
-    status = actions.add_parser("status", help=help, description=f"{help[0].upper()}{help[1:]}.")
-    status.add_argument(
-        "out", nargs="?", default="cluster", metavar="DIR", help="of vbs cluster run (default: cluster)"
-    )
+    status = actions.add_parser("status", **described("show the jobs of such a pool"))
+    help = "of vbs cluster run (default: cluster)"
+    status.add_argument("out", nargs="?", default="cluster", metavar="DIR", help=help)
 
 
 def run_cluster(options: argparse.Namespace) -> None:
@@ -66,25 +60,23 @@ def run_cluster(options: argparse.Namespace) -> None:
 
 def _simulate(options: argparse.Namespace) -> None:
     policies = dict.fromkeys(options.policy or ["goodput", "fifo", "equal", "shortest"])
-    given = {name: getattr(options, name) for name in ("interval_seconds", "restart_seconds", "power")}
+    given = selected(options, "interval_seconds", "restart_seconds", "power")
     means: dict[str, list[float]] = {policy: [] for policy in policies}
     for path in options.jobs:
         jobs = cluster.read_jobs(path)
-        folder = options.profiles or Path(path).parent
-        applications = cluster.read_applications(folder, [job.application for job in jobs])
+        profiles = options.profiles or Path(path).parent
+        applications = cluster.read_applications(profiles, [job.application for job in jobs])
         outcomes = [
             cluster.simulate_cluster(jobs, applications, options.nodes, policy=policy, **given) for policy in policies
         ]
         for outcome in outcomes:
             means[outcome.policy].append(outcome.mean)
-        title = (
-            f"{path}: {reports.counted(len(jobs), 'job')} on {options.nodes[0]} cores of each of {len(options.nodes)}"
-        )
-        print_text(f"{title}\n{reports.as_text(cluster_report.outcomes_table(outcomes))}")
+        on = f"on {options.nodes[0]} cores of each of {len(options.nodes)}"
+        print_text(f"{path}: {reports.counted(len(jobs), 'job')} {on}")
+        print_text(reports.as_text(cluster_report.outcomes_table(outcomes)))
         if options.out is not None:
-            _write_outcomes(
-                Path(options.out) / Path(path).stem if len(options.jobs) > 1 else Path(options.out), outcomes, options
-            )
+            folder = Path(options.out) / (Path(path).stem if len(options.jobs) > 1 else "")
+            _write_outcomes(folder, outcomes, options)
     if len(options.jobs) > 1:
         shown = ", ".join(f"{policy} {sum(found) / len(found) / 3600:.3f} h" for policy, found in means.items())
         print_text(f"mean over {len(options.jobs)} files: {shown}")

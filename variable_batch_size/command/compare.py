@@ -1,9 +1,7 @@
 """``vbs compare`` and ``vbs report``: train with every rule on every trace, and write a page with the results."""
 
 import argparse
-import os
 import platform
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -13,8 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from variable_batch_size.checks import check_extra, check_positive_number
-from variable_batch_size.command.options import add_minibatch, positive, print_text, selected
+from variable_batch_size.checks import check_extra
+from variable_batch_size.command.options import (
+    add_training,
+    check_training,
+    interruptible,
+    positive,
+    print_text,
+    selected,
+)
 from variable_batch_size.comparison import experiment
 from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Results, Settings
 from variable_batch_size.comparison.report import draw_picture, summaries, write_report
@@ -35,9 +40,6 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     add("--traces", nargs="+", metavar="FILE", help=help)
     add("--seeds", type=positive, default=3, metavar="N", help="runs of each rule on each trace (default: 3)")
     add("--out", default="results", metavar="DIR", help="for the results (default: results)")
-    add("--jobs", type=positive, metavar="N", help="concurrent runs (default: as many as the CPUs allow; on others 1)")
-    help = "returns a concurrent.futures.Executor, such as that of a cluster, to make the runs instead of this machine"
-    add("--executor", metavar="FILE.py:FUNCTION", help=help)
     help = "end with as many samples, or as much progress of AdaScale, as the yardstick (default: samples)"
     add("--until", choices=experiment.UNTIL, default="samples", help=help)
     help = "samples to train on (default: the workload's, or as many as the traces have)"
@@ -45,13 +47,8 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     add("--on-end", choices=ON_END, help="after the last row of a trace (default: stop; cycle with --until progress)")
     help = "digits, mnist, or module:function, which returns a variable_batch_size.Workload (default: digits)"
     add("--workload", default="digits", metavar="NAME", help=help)
-    add("--datadir", metavar="DIR", help="the directory of mnist, with torchvision's files")
-    add("--lr", type=float, help="learning rate at the reference batch size (default: the workload's)")
-    add("--ref-batchsize", type=positive, metavar="B0", help="batch size of the yardstick (default: the workload's)")
-    add_minibatch(parser, required=False)
-    add("--device", choices=experiment.DEVICES, default="cpu", help="what to train on (default: cpu)")
+    add_training(parser, experiment.DEVICES)
     add("--cores", type=positive, default=1, metavar="C", help="cores of each run (default: 1)")
-    add("--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)")
     add("--exact", action="store_true", help="bitwise identical weights on any number of cores")
     add("--tests", type=positive, default=20, metavar="N", dest="num_tests", help="evaluations in a run (default: 20)")
     add("--log-steps", type=positive, metavar="N", help="steps between log records (default: for about 500 records)")
@@ -59,12 +56,9 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(options: argparse.Namespace) -> None:
     rules = _rules(options.rules, options.until, options.on_end)
-    if options.lr is not None:
-        check_positive_number(lr=options.lr)
+    check_training(options, cores=options.cores)
     if "://" in options.out:
         raise ValueError(f"--out must be a local directory, got {options.out}")
-    if options.executor and options.jobs:
-        raise ValueError("--jobs has no effect with --executor, which determines the number of concurrent runs")
     check_extra(
         "vbs compare needs", "compare", "jinja2", "plotly", "scipy", *(() if options.executor else ("tensorboardX",))
     )
@@ -74,20 +68,13 @@ def run_compare(options: argparse.Namespace) -> None:
 
     device = None if options.executor else options.device
     settings, traces = _settings(options, checked_workload(options.workload, options.datadir, device, rules))
-    default_jobs = (os.cpu_count() or 1) // (options.cores * options.threads) if options.device == "cpu" else 1
-    # handled like an interruption, to stop the worker processes
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    how: dict[str, Any] = {"num_seeds": options.seeds, "jobs": options.jobs or max(1, default_jobs)}
-    how |= {
+    how: dict[str, Any] = {
+        "num_seeds": options.seeds,
         "directory": Path(options.out),
         "origin": _origin(options.command),
-        **selected(options, "datadir", "executor"),
     }
-    try:
-        compare(settings, traces=traces, rules=rules, **how)
-    except KeyboardInterrupt:
-        sys.stderr.write(f"vbs: interrupted; the same command resumes with the runs missing in {options.out}\n")
-        sys.exit(130)
+    with interruptible(f"runs missing in {options.out}"):
+        compare(settings, traces=traces, rules=rules, **how, **selected(options, "jobs", "datadir", "executor"))
     results = Results(Path(options.out))
     _print_summaries(results)
     num_failed = sum(outcome.status == experiment.FAILED for _, outcome in results.runs())

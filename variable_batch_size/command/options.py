@@ -2,13 +2,16 @@
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from variable_batch_size.checks import check_positive_number
 from variable_batch_size.traces.recording import TIME_UNITS, Recording
 from variable_batch_size.traces.trace import parse_count
 
@@ -33,6 +36,52 @@ def positive(text: str) -> int:
 def add_minibatch(parser: Any, *, required: bool = True) -> None:
     help = "samples per forward and backward pass of one core"
     parser.add_argument("--minibatch-size", type=count, required=required, metavar="M", help=help)
+
+
+def described(help: str) -> dict[str, Any]:
+    """The help of a subcommand in the list of them, and as a sentence in its own."""
+    return {"help": help, "description": f"{help[0].upper()}{help[1:]}."}
+
+
+def add_training(parser: Any, devices: Sequence[str]) -> None:
+    """The options of commands that train a workload many times."""
+    add = parser.add_argument
+    add("--jobs", type=positive, metavar="N", help="concurrent runs (default: as many as the CPUs allow; on others 1)")
+    help = "returns a concurrent.futures.Executor, such as that of a cluster, to train instead of this machine"
+    add("--executor", metavar="FILE.py:FUNCTION", help=help)
+    add("--datadir", metavar="DIR", help="the directory of mnist, with torchvision's files")
+    add("--lr", type=float, help="learning rate at the reference batch size (default: the workload's)")
+    help = "the reference batch size, for which the learning rate was chosen (default: the workload's)"
+    add("--ref-batchsize", type=positive, metavar="B0", help=help)
+    add_minibatch(parser, required=False)
+    add("--device", choices=devices, default="cpu", help="what to train on (default: cpu)")
+    add("--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)")
+
+
+def check_training(options: argparse.Namespace, *, cores: int = 1) -> None:
+    """Raise for wrong options of :func:`add_training`; without --jobs, set their number by the cores of each."""
+    if options.lr is not None:
+        check_positive_number(lr=options.lr)
+    if options.executor and options.jobs:
+        raise ValueError("--jobs has no effect with --executor, which determines the number of concurrent runs")
+    default = (os.cpu_count() or 1) // (cores * options.threads) if options.device == "cpu" else 1
+    options.jobs = options.jobs or max(1, default)
+
+
+def check_seeds(options: argparse.Namespace) -> None:
+    if options.seeds < 2:
+        raise ValueError(f"--seeds must be at least 2, because one has no interval, got {options.seeds}")
+
+
+@contextmanager
+def interruptible(missing: str) -> Iterator[None]:
+    """Within, SIGTERM is handled like Ctrl-C, which stops the worker processes and ends the command."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write(f"vbs: interrupted; the same command resumes with the {missing}\n")
+        sys.exit(130)
 
 
 def add_recording(parser: Any) -> None:

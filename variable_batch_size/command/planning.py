@@ -20,6 +20,7 @@ from variable_batch_size.command.options import (
     add_minibatch,
     add_plot,
     add_recording,
+    check_seeds,
     draw_picture,
     positive,
     print_text,
@@ -159,14 +160,8 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 _NOT_WITH_FROM = (
-    "noise",
-    "recording",
-    "market",
-    "prices",
-    "checkpoint_seconds",
-    "cores_per_machine",
-    "dataset_size",
-    "out",
+    *("noise", "recording", "market", "prices"),
+    *("checkpoint_seconds", "cores_per_machine", "dataset_size", "out"),
 )
 
 
@@ -413,8 +408,7 @@ def run_cbs(options: argparse.Namespace) -> None:
     from variable_batch_size.comparison.train import checked_workload
 
     check_not_negative_number(tolerance=options.tolerance)
-    if options.seeds < 2:
-        raise ValueError(f"--seeds must be at least 2, because one has no interval, got {options.seeds}")
+    check_seeds(options)
     if max(options.factors) == 1:
         raise ValueError("--factors must have a number above 1, got only 1: the base size is not an answer")
     workload = checked_workload(options.workload, options.datadir, "cpu", [options.rule])
@@ -453,8 +447,7 @@ def add_advise(parser: argparse.ArgumentParser) -> None:
 def run_advise(options: argparse.Namespace) -> None:
     if options.price is not None:
         check_not_negative_number(price=options.price)
-    if options.seeds < 2:
-        raise ValueError(f"--seeds must be at least 2, because one has no interval, got {options.seeds}")
+    check_seeds(options)
     # these import torch, which takes seconds, and so come after the options are parsed
     from variable_batch_size.comparison.measure import available_cores, measure_noise
     from variable_batch_size.comparison.train import checked_workload

@@ -2,9 +2,6 @@
 
 import argparse
 import json
-import os
-import signal
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +9,16 @@ from typing import Any
 import numpy as np
 
 from variable_batch_size.checks import check_extra, check_positive_number
-from variable_batch_size.command.options import add_minibatch, positive, print_text, selected
-from variable_batch_size.files import write_text
+from variable_batch_size.command.options import (
+    add_training,
+    check_seeds,
+    check_training,
+    interruptible,
+    positive,
+    print_text,
+    selected,
+)
+from variable_batch_size.files import read_json, write_json, write_text
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace, parse_count
 
@@ -35,47 +40,25 @@ def add_recommend(parser: argparse.ArgumentParser) -> None:
     help = "samples for which the reference batch size was chosen, for the second opinion by a power law"
     add("--tuned-samples", type=positive, metavar="D", help=help)
     add("--out", default="recommended", metavar="DIR", help="for the branches and the page (default: recommended)")
-    add(
-        "--jobs", type=positive, metavar="N", help="concurrent branches (default: as many as the CPUs allow; on GPUs 1)"
-    )
-    help = "returns a concurrent.futures.Executor, such as that of a cluster, to train instead of this machine"
-    add("--executor", metavar="FILE.py:FUNCTION", help=help)
-    add("--datadir", metavar="DIR", help="the directory of mnist, with torchvision's files")
-    add("--lr", type=float, help="learning rate at the reference batch size (default: the workload's)")
-    help = "for which the learning rate was chosen (default: the workload's)"
-    add("--ref-batchsize", type=positive, metavar="B0", help=help)
-    add_minibatch(parser, required=False)
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="what to train on (default: cpu)")
-    add("--threads", type=positive, default=1, metavar="N", help="CPU threads of each branch (default: 1)")
+    add_training(parser, ("cpu", "cuda"))
 
 
 def run_recommend(options: argparse.Namespace) -> None:
     check_positive_number(budget=options.budget)
-    if options.lr is not None:
-        check_positive_number(lr=options.lr)
-    if options.seeds < 2:
-        raise ValueError(f"--seeds must be at least 2, because one has no interval, got {options.seeds}")
+    check_seeds(options)
     if options.first_seed < 0:
         raise ValueError(f"--first-seed must not be negative, got {options.first_seed}")
-    if options.executor and options.jobs:
-        raise ValueError("--jobs has no effect with --executor, which determines the number of concurrent runs")
+    check_training(options)
     check_extra("vbs recommend needs", "compare", "jinja2", "plotly", "scipy")
     # these import torch, which takes seconds, and so come after the options are parsed
     from variable_batch_size.comparison import recommended
     from variable_batch_size.comparison.recommend import recommend_into
 
     source, plan = _planned(options)
-    default_jobs = (os.cpu_count() or 1) // options.threads if options.device == "cpu" else 1
     directory = Path(options.out)
     _check_settings(directory / "settings.json", {**source._asdict(), **asdict(plan)})
-    # handled like an interruption, to stop the worker processes
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    jobs = options.jobs or max(1, default_jobs)
-    try:
-        found = recommend_into(directory, source, plan, jobs=jobs, executor=options.executor)
-    except KeyboardInterrupt:
-        sys.stderr.write(f"vbs: interrupted; the same command resumes with the branches missing in {directory}\n")
-        sys.exit(130)
+    with interruptible(f"branches missing in {directory}"):
+        found = recommend_into(directory, source, plan, jobs=options.jobs, executor=options.executor)
     tuned = selected(options, "tuned_samples")
     page_file = directory / "report.html"
     write_text(page_file, recommended.page(found, command=options.command, **tuned))
@@ -127,13 +110,11 @@ def _constant_trace(text: str, ref_batchsize: int, num_samples: int) -> Trace:
 
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     """Write the settings, or raise if the directory has branches with others."""
-    text = json.dumps(settings, indent=2) + "\n"
-    if path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
-        for name, value in json.loads(text).items():
-            if old.get(name) != value:
-                different = f"another {name}, {old.get(name)} instead of {value}"
-                raise ValueError(f"{path.parent} has branches with {different}: choose another --out")
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+    if not path.exists():
+        write_json(path, settings, indent=2)
+        return
+    old = read_json(path)
+    for name, value in json.loads(json.dumps(settings)).items():  # with lists for tuples, as in the file
+        if old.get(name) != value:
+            different = f"another {name}, {old.get(name)} instead of {value}"
+            raise ValueError(f"{path.parent} has branches with {different}: choose another --out")

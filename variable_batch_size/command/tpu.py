@@ -62,7 +62,7 @@ def _page(found: Programs, command: str) -> str:
         "chip": f"{chip.memory / GIB:g} GiB, {chip.flops / 1e12:g} TFLOP/s, {chip.bandwidth / 1e9:g} GB/s of memory, "
         f"{chip.interconnect / 1e9:.4g} GB/s to other chips",
         "source": chip.source,
-        "times": "an estimate from these numbers, which no program can undercut",
+        "times": "a lower bound from these numbers",
         "compiler": ", ".join(f"{name} {version}" for name, version in found.versions.items()),
     }
     return table_page(f"Programs on {found.topology}", programs_table(found), facts=facts, command=command)

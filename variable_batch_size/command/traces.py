@@ -13,13 +13,14 @@ from variable_batch_size.command.options import (
     add_plot,
     add_recording,
     count,
+    described,
     draw_picture,
     print_text,
     read_recording,
     require,
     selected,
 )
-from variable_batch_size.files import read_records, write
+from variable_batch_size.files import DECISIONS, EXECUTED, read_records, write
 from variable_batch_size.planning.reports import (
     check_suffix,
     conversion_report,
@@ -32,8 +33,6 @@ from variable_batch_size.planning.reports import (
 from variable_batch_size.traces import generators, zoo
 from variable_batch_size.traces.recording import ROUNDING, WHEN_EMPTY, Recording, convert_recording, step_seconds
 from variable_batch_size.traces.trace import CHANGES, UNITS, Change, Stages, Trace, Unit
-
-EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
 
 
 def _stages(
@@ -96,7 +95,7 @@ _DEFAULTS = {  # what it means to omit an option
 def add_make(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="kinds of traces", metavar="KIND", required=True)
     for name, (make, help) in _KINDS.items():
-        kind = kinds.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+        kind = kinds.add_parser(name, **described(help))
         kind.set_defaults(make=make)
         _add_out(kind)
         for argument, parameter in inspect.signature(make).parameters.items():

@@ -2,11 +2,11 @@
 
 import functools
 import io
-import json
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, final
@@ -17,7 +17,7 @@ from variable_batch_size.comparison.compare import Work, outcome_of
 from variable_batch_size.comparison.experiment import Outcome
 from variable_batch_size.comparison.train import Training, device_of
 from variable_batch_size.comparison.workload import Workload, load_workload, source_of
-from variable_batch_size.files import write, write_text
+from variable_batch_size.files import read_json, write, write_json
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
@@ -166,9 +166,9 @@ def _load(training: Training, leg: Leg, before: bytes) -> None:
                 state["momentum_buffer"].mul_(num_minibatches)  # from the mean of gradients to their sum
 
 
-def _tested(training: Training, leg: Leg, base_lrs: Sequence[float], num_samples: int) -> Any:
+def _tested(training: Training, leg: Leg, base_lrs: Sequence[float], num_samples: int) -> Iterator[int]:
     """Train with the schedule of the workload, and yield the samples done where a test is due."""
-    optimizer, schedule, num_tested = training.optimizer, training.workload.schedule, 0
+    optimizer, schedule = training.optimizer, training.workload.schedule
 
     def schedule_lr() -> None:
         if schedule is not None:
@@ -177,19 +177,10 @@ def _tested(training: Training, leg: Leg, base_lrs: Sequence[float], num_samples
                 group["lr"] = lr * factor
 
     schedule_lr()
-    for _ in training.losses():
-        if optimizer.is_accumulating:
-            continue
-        done = optimizer.samples_done
-        schedule_lr()
-        if done * _TESTS // leg.samples > num_tested:
-            num_tested = done * _TESTS // leg.samples
-            yield done
-        if done >= leg.samples:
-            return
+    return training.train_on(leg.samples, stops=_TESTS, after_step=schedule_lr)
 
 
-class InThisProcess:
+class InThisProcess(AbstractContextManager["InThisProcess"]):
     """Does work when its outcome is asked for, with the interface of LocalProcesses."""
 
     def __init__(self) -> None:
@@ -205,9 +196,6 @@ class InThisProcess:
     def next_outcome(self) -> tuple[Any, Any]:
         run, work = self._waiting.pop(0)
         return run, outcome_of(work)
-
-    def __enter__(self) -> "InThisProcess":
-        return self
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -266,7 +254,7 @@ class Legs:
         """
         path = self._directory / f"{name}.json"
         if path.exists():
-            return dict(json.loads(path.read_text(encoding="utf-8")))
+            return dict(read_json(path))
         model = _workload(self._source.workload, self._source.source, self._source.datadir).model()
         names = [name for name, _ in model.named_parameters()]  # without buffers
 
@@ -286,7 +274,7 @@ class Legs:
             return fmean(float(mine @ other) for number, other in enumerate(along) if number != seed)
 
         found = {arm: [product(*numbered) for numbered in enumerate(own)] for arm, own in spans.items()}
-        write_text(path, json.dumps(found) + "\n")
+        write_json(path, found)
         return found
 
     def forget(self, legs: Iterable[Leg]) -> None:
@@ -299,7 +287,7 @@ class Legs:
 
     def _read(self, leg: Leg) -> Ran | None:
         try:
-            found = json.loads(self._file(leg, "json").read_text(encoding="utf-8"))
+            found = read_json(self._file(leg, "json"))
             curve = tuple((samples, loss) for samples, loss in found["curve"])
             return Ran(curve, found["seconds"], found["noise"], found["factor"])
         except (OSError, ValueError, TypeError, KeyError):
@@ -308,5 +296,5 @@ class Legs:
     def _write(self, leg: Leg, ran: Ran, state: bytes) -> Ran:
         self._directory.mkdir(parents=True, exist_ok=True)
         write(self._file(leg, "pt"), lambda temporary: temporary.write_bytes(state))
-        write_text(self._file(leg, "json"), json.dumps(ran._asdict()) + "\n")
+        write_json(self._file(leg, "json"), ran._asdict())
         return ran

@@ -1,7 +1,6 @@
 """An experiment: its settings, its runs, their outcomes, and the directory of its results."""
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from variable_batch_size.files import write_text
+from variable_batch_size.files import read_json, write_json
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import RULES as rules_by_name
@@ -135,7 +134,7 @@ class Results:
     def read_experiment(self) -> dict[str, Any]:
         if not self.experiment_file.exists():
             raise ValueError(f"{self.directory} has no results of vbs compare: there is no {self.experiment_file}")
-        return dict(json.loads(self.experiment_file.read_text(encoding="utf-8")))
+        return dict(read_json(self.experiment_file))
 
     def settings(self) -> Settings:
         found = self.read_experiment()["settings"]
@@ -176,19 +175,17 @@ class Results:
             "origins": [*old["origins"], *([origin] if origin not in old["origins"] else [])],
             "runs": [[run.trace, run.rule, run.seed] for run in planned],
         }
-        self.directory.mkdir(parents=True, exist_ok=True)
-        write_text(self.experiment_file, json.dumps(experiment, indent=2) + "\n")
+        write_json(self.experiment_file, experiment, indent=2)
 
     def read(self, run: Run) -> Outcome | None:
         """The outcome of a run; None if it has not ended, or if its file is damaged."""
         try:
-            return Outcome(**json.loads((self.run_directory(run) / "run.json").read_text(encoding="utf-8")))
+            return Outcome(**read_json(self.run_directory(run) / "run.json"))
         except (OSError, ValueError, TypeError):
             return None
 
     def write(self, run: Run, outcome: Outcome) -> None:
-        self.run_directory(run).mkdir(parents=True, exist_ok=True)
-        write_text(self.run_directory(run) / "run.json", json.dumps(asdict(outcome)) + "\n")
+        write_json(self.run_directory(run) / "run.json", asdict(outcome))
 
     def runs(self) -> list[tuple[Run, Outcome]]:
         """All runs that have ended, in order."""

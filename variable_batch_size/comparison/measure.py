@@ -226,14 +226,8 @@ def _branch_curves(
 
 def _tested(training: Training, samples: int) -> Iterator[tuple[int, float]]:
     """Train on some samples, and test the loss after each tenth of them, as far as steps end there."""
-    num_tested = 0
-    for _ in training.losses():
-        done = training.optimizer.samples_done
-        if done * _TESTS // samples > num_tested:
-            num_tested = done * _TESTS // samples
-            yield done, training.test()[0]
-        if done >= samples:
-            return
+    for done in training.train_on(samples, stops=_TESTS):
+        yield done, training.test()[0]
 
 
 class CriticalBatchSize(NamedTuple):

@@ -48,7 +48,7 @@ _MODEL_ERROR = 1.25  # of the predicted loss at the end, over what the second ha
 _QUANTILE = 0.75  # of the batch sizes after a state: rules differ, and fail, at large ones
 _EXPECTED = 0.25  # the relative difference between nominal and measured rates that is to be expected
 _NORMAL = 1.645  # the 90 % interval of a normal distribution, in standard deviations
-_LEAST_PROGRESS = 0.01  # of that at the reference batch size, below which L(n) says nothing
+_LEAST_PROGRESS = 0.01  # of that at the reference batch size, below which L(n) is not valid
 _MIN_UPDATES = 4  # of a branch
 _SHARE_OF_SIZES = 0.2  # of the samples of all branches, for the critical batch size
 _TOLERANCE = 0.2
@@ -134,11 +134,14 @@ def best_exponent(losses: Mapping[float, float]) -> float:
     return min(max(float(-slope / (2 * square)), min(finite)), max(finite))
 
 
-def exponent_over_seeds(seeds: Iterable[Mapping[float, float]]) -> Estimate:
-    """The mean of the best exponents of all seeds, with its 90 % interval, at least as wide as the fit can tell."""
-    found = difference([best_exponent(losses) for losses in seeds], level=LEVEL)
-    assert found is not None
-    return found if found.error is None else found._replace(error=max(found.error, _RESOLUTION))
+def exponent_over_seeds(seeds: Iterable[Mapping[float, float]]) -> Estimate | None:
+    """The mean of the best exponents of all seeds, with its 90 % interval, at least as wide as the fit can tell.
+
+    Seeds with which every exponent has diverged are left out; None if there are no others.
+    """
+    usable = [losses for losses in seeds if any(map(math.isfinite, losses.values()))]
+    found = difference([best_exponent(losses) for losses in usable], level=LEVEL)
+    return found if found is None or found.error is None else found._replace(error=max(found.error, _RESOLUTION))
 
 
 def clearly_behind(losses: Mapping[str, Sequence[float]]) -> set[str]:
@@ -204,8 +207,7 @@ class State(NamedTuple):
         arms = {arm_of(exponent): exponent for exponent in EXPONENTS}
         losses = next((found for _, found in reversed(self.rungs) if arms.keys() <= found.keys()), self.rungs[0][1])
         seeds = [{arms[arm]: loss for arm, loss in zip(arms, column, strict=True)} for column in _columns(losses, arms)]
-        usable = [seed for seed in seeds if any(map(math.isfinite, seed.values()))]
-        return exponent_over_seeds(usable) if usable else None
+        return exponent_over_seeds(seeds)
 
     @property
     def stopped(self) -> dict[str, int]:
@@ -402,7 +404,7 @@ def shrunk_rates(moved: Sequence[float], reference: Sequence[float], nominal: fl
 
 
 class Recommendation(NamedTuple):
-    """What the branches say."""
+    """The result of the branches."""
 
     plan: Plan
     source: Source
@@ -443,8 +445,7 @@ class Recommendation(NamedTuple):
         """Of all states together."""
         leads = {exponent: self.leads(arm_of(exponent)) for exponent in EXPONENTS}
         seeds = [dict(zip(leads, column, strict=True)) for column in zip(*leads.values(), strict=True)]
-        usable = [seed for seed in seeds if any(map(math.isfinite, seed.values()))]
-        return exponent_over_seeds(usable) if usable else None
+        return exponent_over_seeds(seeds)
 
     @property
     def lead(self) -> Estimate:

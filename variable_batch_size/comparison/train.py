@@ -23,6 +23,7 @@ from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.launch import launch
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.files import DECISIONS, EXECUTED
 from variable_batch_size.optim.buffers import share_buffers
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.policies.policy import Policy
@@ -70,6 +71,20 @@ class Training:
                 loss.backward()  # type: ignore[no-untyped-call]
                 self.optimizer.step()
                 yield loss
+
+    def train_on(self, samples: int, *, stops: int, after_step: Callable[[], None] = lambda: None) -> Iterator[int]:
+        """Train on some samples, and yield how many are done at evenly spaced stops, as far as steps end there."""
+        num_stops = 0
+        for _ in self.losses():
+            if self.optimizer.is_accumulating:
+                continue
+            done = self.optimizer.samples_done
+            after_step()
+            if done * stops // samples > num_stops:
+                num_stops = done * stops // samples
+                yield done
+            if done >= samples:
+                return
 
     @torch.no_grad()
     def test(self) -> tuple[float, float]:
@@ -162,7 +177,7 @@ def _train_on_core(settings: Settings, run: Run, directory: Path, datadir: str |
     schedule = training.sampler.schedule
     if status == DONE and isinstance(schedule, PolicySchedule) and training.sampler.rank == 0:
         executed = schedule.trace[: optimizer.steps_done]
-        executed.write(results.run_directory(run) / "executed.csv", comment=schedule.description)
+        executed.write(results.run_directory(run) / EXECUTED, comment=schedule.description)
     (losses, metrics), done = zip(*tests, strict=True), optimizer.steps_done
     reason = f"no gradient was finite before update {done}"
     for name, value in (("metric", metrics[-1]), ("test loss", losses[-1])):
@@ -197,7 +212,7 @@ def _fit(
     samples_per_test = settings.num_samples / settings.num_tests
     num_steps = settings.num_samples / float(training.sampler.schedule.trace.sizes.mean())
     log_steps = settings.log_steps or max(1, round(num_steps / 500))  # about 500 records
-    steps, decisions = JsonLines(directory / "steps.jsonl"), JsonLines(directory / "decisions.jsonl")
+    steps, decisions = JsonLines(directory / "steps.jsonl"), JsonLines(directory / DECISIONS)
     if training.sampler.rank == 0:
         optimizer.on_decision(decisions)
     tests: list[tuple[float, float]] = []

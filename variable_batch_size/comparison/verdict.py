@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from variable_batch_size.checks import import_extra
 from variable_batch_size.comparison import experiment
 from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Results, Run, Settings
+from variable_batch_size.planning.profile import half_interval
 
 
 def number(value: float, *, like: float | None = None) -> str:
@@ -58,9 +58,7 @@ def difference(values: Sequence[float], *, level: float = 0.95) -> Estimate | No
     found = spread(values)
     if found is None or found.error is None:
         return found
-    # scipy.stats.t.ppf calls its stdtrit, but scipy.stats takes a second to load
-    special, num = import_extra("scipy.special", "an interval needs scipy", "compare"), len(values)
-    return found._replace(error=float(special.stdtrit(num - 1, (1 + level) / 2)) * found.error / math.sqrt(num))
+    return found._replace(error=half_interval(values, level=level))
 
 
 class Arm(NamedTuple):
@@ -147,7 +145,7 @@ def verdict(settings: Settings, arms: Sequence[Arm], reference: Arm | None) -> s
 
 
 def tiers(settings: Settings, arms: Iterable[Arm]) -> list[list[Arm]]:
-    """The ranking in groups: all arms of a group are ahead of all arms after it, and not all within it told apart."""
+    """The ranking in groups: all arms of a group are ahead of all after it, and not all within it can be told apart."""
     ranked = ranking(arms, is_higher_better=settings.is_higher_better)
     found: list[list[Arm]] = []
     for number, arm in enumerate(ranked):

@@ -55,7 +55,9 @@ class ProcessGroups(Communicator):
         """The groups over which a tensor is replicated; all groups if it is not sharded over these ranks."""
         own = set().union(*map(ranks_of, self._groups))
         among_cores = [dimension for dimension in dtensor.dimensions_of(tensor) if own.issuperset(dimension.ranks)]
-        return [dimension.group for dimension in among_cores if dimension.is_copied] if among_cores else self._groups
+        return (
+            [dimension.group for dimension in among_cores if dimension.is_replicated] if among_cores else self._groups
+        )
 
 
 @final
@@ -154,7 +156,7 @@ def shared_store() -> Any:
 
 
 def is_elastic() -> bool:
-    """Whether cores may join and leave while the run goes on."""
+    """Whether cores may join and leave during the run."""
     return live.current() is not None
 
 

@@ -19,7 +19,7 @@ class Dimension(NamedTuple):
 
     ranks: Ranks  # the global ranks along it
     group: Group  # their process group
-    is_copied: bool  # whether the tensor is replicated over them
+    is_replicated: bool  # whether the tensor is replicated over them
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -36,7 +36,7 @@ def _types() -> tuple[type, ...]:
     return _found
 
 
-def is_spread(tensor: torch.Tensor) -> bool:
+def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether reading a tensor is a collective of all ranks."""
     return is_dtensor(tensor) or (tensor.device.type == "xla" and xla.is_spmd() and xla.num_hosts() > 1)
 
@@ -103,22 +103,22 @@ def replication_factor(tensor: torch.Tensor, groups: Iterable[Ranks]) -> int:
 @lru_cache(maxsize=256)
 def _num_copies(mesh_and_placements: tuple[Any, Any] | None, groups: tuple[Ranks, ...]) -> int:
     dimensions = [] if mesh_and_placements is None else _dimensions_of(*mesh_and_placements)
-    own = [len(dimension.ranks) for dimension in dimensions if dimension.is_copied]
+    own = [len(dimension.ranks) for dimension in dimensions if dimension.is_replicated]
     known = {dimension.ranks for dimension in dimensions}
     return math.prod(own) * math.prod(len(ranks) for ranks in groups if ranks not in known)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor. Every rank that has a shard must call it."""
     if is_dtensor(tensor):
         return tensor.full_tensor()  # type: ignore[attr-defined, no-any-return]
-    return tensor.cpu() if is_spread(tensor) else tensor
+    return tensor.cpu() if is_distributed(tensor) else tensor
 
 
 def shard_from_full(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
     """A full tensor, the same on all ranks, sharded like another one. Every rank must call it."""
     if not is_dtensor(tensor):
-        return xla.placed_like(tensor, complete) if xla.is_spmd() else complete
+        return xla.to_device_like(tensor, complete) if xla.is_spmd() else complete
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     where: Any = tensor
@@ -127,6 +127,6 @@ def shard_from_full(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tenso
     result = from_local_like(tensor, part.to(to_local(tensor).device, copy=True).contiguous())
     # the shards of a dimension that is sharded twice may not be slices
     is_strided = any(hasattr(placement, "split_factor") for placement in where.placements)
-    if is_strided and not torch.equal(whole(result).cpu(), complete.cpu()):
+    if is_strided and not torch.equal(full_tensor(result).cpu(), complete.cpu()):
         raise ValueError(f"Cannot shard a tensor of shape {tuple(tensor.shape)} over {where.device_mesh}.")
     return result

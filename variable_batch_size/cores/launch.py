@@ -55,11 +55,11 @@ def run_processes(processes: list[Process], work: bytes, elastic: "_Elastic | No
                 elastic.receive(started, work, results, forwards)
         except SystemExit as ended:
             if forwards:
-                signals.obey(is_exiting=ended.code == signals.EXIT_STOPPED)
+                signals.acknowledge(is_exiting=ended.code == signals.EXIT_STOPPED)
             raise
         except KeyboardInterrupt:
             if forwards:
-                signals.obey(is_exiting=False)
+                signals.acknowledge(is_exiting=False)
             raise
         finally:
             for receiver, child in started:
@@ -85,7 +85,7 @@ def _start(processes: list[Process], work: bytes, started: list[tuple[Any, Any]]
 def _receive(running: dict[Any, Any], results: dict[int, Any], forwards: bool) -> None:
     """Receive results until all processes have ended or one has failed; forward a stop request once."""
     while running:
-        if forwards and signals.was_told():
+        if forwards and signals.is_stop_requested():
             forwards = False
             for child in running.values():
                 child.terminate()
@@ -196,7 +196,7 @@ def launch(
             the accelerator: nccl for GPUs, and gloo if there is none.
         spmd: on XLA, run `fn` once, in one process that drives all devices of this host as one core (SPMD mode).
             `cores` is then the number of devices, and `fn` shards tensors over them.
-        elastic: the least and the largest number of cores of a run that goes on when cores die, and to which others
+        elastic: the least and the largest number of cores of a run that continues when cores die, and to which others
             can be added while it runs, over gloo; see the page on cores that come and go. A process that dies is
             replaced. The results are those of the cores that are there at the end.
         store: of an elastic run on several machines, the address of ``deploy/store.py``, such as
@@ -230,14 +230,18 @@ def launch(
         rule = f"`cores` must be at most {num_devices}, the number of devices for {backend}"
         raise ValueError(f'{rule}, got {cores}: launch with backend="gloo" for processes on the CPU')
     num_cores = cores or num_devices or os.cpu_count() or 1
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_cores)))}
     with tempfile.TemporaryDirectory() as directory:
         group = (backend, f"file://{directory}/store", num_cores, multiprocessing.get_start_method(allow_none=True))
         processes = [
-            Process(_distributed_main, (rank, *group), threads | own)
+            Process(_distributed_main, (rank, *group), _threads(num_cores) | own)
             for rank, own in enumerate(devices.process_environments(backend, num_cores))
         ]
         return run_processes(processes, work)
+
+
+def _threads(num_processes: int) -> dict[str, str]:
+    """The environment in which each of so many processes has its share of the CPUs, unless the user has set one."""
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))}
 
 
 def _pickled(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -320,7 +324,7 @@ def _process_group(backend: str, local_rank: int, **options: Any) -> Iterator[No
 
 
 class _Bounds(NamedTuple):
-    """What `elastic` and `timeout` say."""
+    """The values of `elastic` and `timeout`."""
 
     least: int
     most: int
@@ -425,19 +429,17 @@ class _Elastic:
 
     def new_process(self) -> Process:
         """A core with a number of its own."""
-        core = live.new_core(self._store)
-        threads = max(1, (os.cpu_count() or 1) // self._num_processes)
-        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-        method = multiprocessing.get_start_method(allow_none=True)
-        place = len(self._cores)
+        core, place = live.new_core(self._store), len(self._cores)
         self._cores.append(core)
-        return Process(_live_main, (core, place, self._address, self._first, self._bounds, method), variables)
+        method = multiprocessing.get_start_method(allow_none=True)
+        own = (core, place, self._address, self._first, self._bounds, method)
+        return Process(_live_main, own, _threads(self._num_processes))
 
     def receive(self, started: list[tuple[Any, Any]], work: bytes, results: dict[int, Any], forwards: bool) -> None:
         """Receive results until all processes have ended; one that dies is replaced, unless the run has ended."""
         running = set(range(len(started)))
         while any(map(self._is_awaited, running)) if results else running:
-            if forwards and signals.was_told() and not self._is_stopping:
+            if forwards and signals.is_stop_requested() and not self._is_stopping:
                 self._is_stopping = True
                 for place in running:
                     started[place][1].terminate()

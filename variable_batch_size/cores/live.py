@@ -58,7 +58,7 @@ class Change(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a core says about itself when a generation ends."""
+    """What a core reports about itself when a generation ends."""
 
     completed: int  # collectives so far
     reducing: int | None
@@ -90,8 +90,8 @@ def report_death(store: Any, core: int) -> None:
 class _Monitor(threading.Thread):
     """Sends the heartbeat of this core and looks at the others, in a thread with its own connection to the store.
 
-    A core is dead if the process that has started it says so, or if its heartbeat has not changed in many looks of some
-    core: looks are counted, as a process that was suspended has not looked.
+    A core is dead if the process that has started it reports so, or if its heartbeat has not changed in many looks of
+    some core: looks are counted, as a process that was suspended has not looked.
     """
 
     def __init__(self, address: str, core: int, timeout: float) -> None:
@@ -412,7 +412,7 @@ class Membership:
         return True
 
     def finish(self) -> None:
-        """At the end of the run: wait for the others, which may still need this core's word on the last collective."""
+        """At the end of the run: wait for the others, which may need this core's report of the last collective."""
         if self.is_joined:
             report = _Report(self._count, None, False, False, True)
             self._store.set(f"finished/{self.core}", json.dumps(report))

@@ -57,7 +57,7 @@ def request_stop() -> None:
     _is_requested = True
 
 
-def was_told() -> bool:
+def is_stop_requested() -> bool:
     """Whether SIGTERM or Ctrl-C was received or :func:`request_stop` was called."""
     return _is_requested
 
@@ -67,7 +67,7 @@ def was_interrupted() -> bool:
     return _is_interrupted
 
 
-def obey(*, is_exiting: bool = True) -> None:
+def acknowledge(*, is_exiting: bool = True) -> None:
     """Acknowledge the request; if this process is about to exit, another SIGTERM is then ignored for a while."""
     global _acknowledged_at, _is_requested, _is_interrupted
     _acknowledged_at = time.monotonic() if is_exiting else _acknowledged_at
@@ -117,7 +117,7 @@ def listening(on_interrupt: Callable[[], None] | None = None) -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if is_last and _is_requested:
             was_interrupt = _is_interrupted
-            obey(is_exiting=False)
+            acknowledge(is_exiting=False)
             if was_interrupt:  # later: KeyboardInterrupt would be lost in a generator that is being closed
                 _thread.start_new_thread(_interrupt_soon, ())
             else:
@@ -153,7 +153,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     if calls and _was_just_interrupted():
         return
     if not calls or _is_interrupted:
-        obey(is_exiting=False)
+        acknowledge(is_exiting=False)
         signal.default_int_handler(number, frame)
     _is_interrupted, _interrupted_at = True, time.monotonic()
     request_stop()

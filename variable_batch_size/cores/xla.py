@@ -168,7 +168,7 @@ class XlaDevices(Communicator):
         return max(self.traced_scalar(number), 1 - _ALMOST_ONE)
 
 
-def placed_like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def to_device_like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor from the host on the device of another of its shape; in SPMD mode sharded like it."""
     tensor = tensor.to(other.device)
     if is_spmd() and other.device.type == "xla":

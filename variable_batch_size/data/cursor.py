@@ -59,7 +59,7 @@ class Cursor:
 
     Padding is a rank's last minibatch of a step, so a step has at most two plans: of the last one and those before it.
     Which one a minibatch has follows from the schedule, or is requested from the shares, one minibatch ahead. In open
-    steps it is the user who says which one is the last: :meth:`advance_open`, and :meth:`close` at the end of the step.
+    steps the user determines which one is the last: :meth:`advance_open`, and :meth:`close` at the end of the step.
     """
 
     def __init__(self, schedule: BaseSchedule, rank: int, shares: Shares | None = None) -> None:
@@ -227,15 +227,17 @@ class Cursor:
 
         Of padding, that of the one it copies.
         """
-        plan, offset, place = self.next, self._offset, self._rank
-        number = self._num_run if self._num_left else 0
-        if not self._num_left:
-            offset += self._last.batch_size
-        own = None if self.shares is None or plan is None else self.shares.place(plan.step, number)
+        plan, number, offset = self.next, 0, self._offset + self._last.batch_size
+        if self._num_left:  # of the current step
+            number, offset = self._num_run, self._offset
+        if plan is None:
+            return offset // self.schedule.minibatch_size
+        place = self._rank + number * self.schedule.num_replicas
         if self._num_left and self._places:
-            own = self._places[number]
-        place = place + number * self.schedule.num_replicas if own is None else own
-        within = 0 if plan is None else place % plan.num_minibatches * (plan.batch_size // plan.num_minibatches)
+            place = self._places[number]
+        elif self.shares is not None and (own := self.shares.place(plan.step, number)) is not None:
+            place = own
+        within = place % plan.num_minibatches * (plan.batch_size // plan.num_minibatches)
         return (offset + within) // self.schedule.minibatch_size
 
     @property

@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch.utils.data
@@ -29,6 +29,7 @@ from variable_batch_size.traces.watched import WatchedTrace
 logger = logging.getLogger(__name__)
 
 Description = dict[str, str | int | bool | None]
+TraceOrPolicy: TypeAlias = TraceLike | WatchedTrace | OpenSteps | Policy | Callable[[Situation], float]
 
 _SAMPLES_AT_ONCE = 8192
 _ROUND_ROBIN = '`assign` must be "round robin"'
@@ -50,7 +51,7 @@ class MinibatchSource(ABC):
     """
 
     # whether step() raises for a minibatch that was not read from here. Set it to False for a loop that calls step() as
-    # often as the schedule says, without iterating over a loader or the sampler
+    # often as the schedule requires, without iterating over a loader or the sampler
     must_be_read = True
     needs_weights = False  # whether step() needs a weight, as minibatches hold different numbers of samples
     unit = "samples"  # of batch sizes
@@ -60,7 +61,7 @@ class MinibatchSource(ABC):
 
     def __init__(
         self,
-        trace: TraceLike | WatchedTrace | OpenSteps | Policy | Callable[[Situation], float],
+        trace: TraceOrPolicy,
         dataset_size: int | None,
         minibatch_size: int,
         num_replicas: int | None,
@@ -368,7 +369,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
     def __init__(
         self,
         dataset: Sized | int | None = None,
-        trace: TraceLike | WatchedTrace | OpenSteps | Policy | Callable[[Situation], float] = "",
+        trace: TraceOrPolicy = "",
         *,
         dataset_size: int | None = None,
         minibatch_size: int,
@@ -587,29 +588,20 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         loader = vbs.DataLoader(dataset, trace="0:64 20:128 40:256", minibatch_size=32, num_workers=2)
 
-    Its `sampler` is a :class:`CustomSampler`, to which the named arguments go; the others are those of torch's loader.
+    Its `sampler` is a :class:`CustomSampler`, which describes the named arguments. The others are those of torch's
+    loader.
 
     Args:
         dataset: with a length.
-        trace: the batch size of every step, as for :class:`CustomSampler`.
+        trace: the batch size of every step.
         minibatch_size: samples that one core runs at once.
-        seed: selects the order of the samples, together with the epoch.
-        shuffle: whether samples are shuffled, differently in each epoch.
-        on_end: what follows the last row of the trace.
-        num_replicas: cores that share the work; those of the running backend if None.
-        rank: which of them this is; that of the running backend if None.
-        process_group: the cores that share the work, as for :class:`CustomSampler`.
-        lockstep: whether all cores get the same number of minibatches in a step, as for :class:`CustomSampler`.
-        max_minibatch_size: let steps with more samples have larger minibatches, as for :class:`CustomSampler`.
-        assign: which core runs a minibatch, as for :class:`CustomSampler`.
-        verbose: log on core 0 how many epochs the trace has.
         options: of torch's DataLoader, such as `num_workers`, `collate_fn` and `pin_memory`.
     """
 
     def __init__(
         self,
         dataset: torch.utils.data.Dataset[Any],
-        trace: TraceLike | WatchedTrace | OpenSteps | Policy | Callable[[Situation], float] = "",
+        trace: TraceOrPolicy = "",
         *,
         minibatch_size: int,
         seed: int = 0,

@@ -75,7 +75,7 @@ class Shares(ABC):
     def _place(self, step: int, number: int) -> int | None: ...
 
     def await_device(self) -> None:
-        """Before the next minibatch is requested: let the device not fall behind, as its speed is what counts."""
+        """Before the next minibatch is requested: wait for the device, whose speed is what counts."""
         if self._pace is not None:
             self._pace.wait()
 
@@ -140,7 +140,7 @@ class PassCounter:
             return
         if not isinstance(communicator, ProcessGroups):
             advice = ': use assign="by speed"' if "assign" in what else ""
-            raise ValueError(f"{what} needs the store of torch.distributed, which XLA cores have not{advice}")
+            raise ValueError(f"{what} needs the store of torch.distributed, which XLA cores lack{advice}")
         token = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8).to(device)
         communicator.broadcast([token])
         self.run = f"variable_batch_size/{bytes(token.tolist()).hex()}"
@@ -261,7 +261,7 @@ class BySpeed(Shares):
     def _change(self, first_step: int, seconds: tuple[float, ...]) -> None:
         """From a step on, share by other speeds."""
         with self._lock:
-            if max(self._own, default=-1) >= first_step:  # in the sum, other cores could not hear of it
+            if max(self._own, default=-1) >= first_step:  # other cores, which are in the sum, would not learn of it
                 rule = 'assign="by speed" needs a loader that is read by the loop itself'
                 raise RuntimeError(f'{rule}, and not in another thread while cores agree: use assign="as free"')
             self._owners = {}

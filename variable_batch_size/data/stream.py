@@ -14,11 +14,9 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data import _utils as loading
 
-from variable_batch_size.data.sampler import Description, MinibatchSource, is_decided
-from variable_batch_size.policies.policy import Policy, Situation
+from variable_batch_size.data.sampler import Description, MinibatchSource, TraceOrPolicy, is_decided
 from variable_batch_size.schedules.open_steps import OpenSteps
 from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
-from variable_batch_size.traces.trace import TraceLike
 from variable_batch_size.traces.watched import WatchedTrace
 
 logger = logging.getLogger(__name__)
@@ -319,7 +317,7 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         self,
         samples: Samples,
         *,
-        trace: TraceLike | WatchedTrace | OpenSteps | Policy | Callable[[Situation], float],
+        trace: TraceOrPolicy,
         minibatch_size: int,
         dataset_size: int | None = None,
         num_replicas: int | None = None,
@@ -462,5 +460,5 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         return {} if self._reader is None else self._reader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Start the next pass from a state instead of skipping; it begins where ``set_epoch`` says."""
+        """Start the next pass from a state instead of skipping; ``set_epoch`` determines where it begins."""
         self._loaded = {**state_dict, "in_worker": get_worker_info() is not None} if state_dict else None

@@ -3,13 +3,9 @@
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, final
 
-from variable_batch_size.data.sampler import CustomSampler, Description
-from variable_batch_size.policies.policy import Policy, Situation
-from variable_batch_size.schedules.open_steps import OpenSteps
+from variable_batch_size.data.sampler import CustomSampler, Description, TraceOrPolicy
 from variable_batch_size.schedules.schedule import Minibatches, OnEnd
 from variable_batch_size.schedules.token_plan import Shape, TokenPlan, TooLong
-from variable_batch_size.traces.trace import TraceLike
-from variable_batch_size.traces.watched import WatchedTrace
 
 
 @final
@@ -44,14 +40,9 @@ class TokenBudget(CustomSampler):
         multiple_of: of which padded lengths are multiples, as some accelerators prefer.
         too_long: what happens to samples of more than `tokens`: ``"raise"``; ``"drop"``, never to use them; or
             ``"truncate"``, to count them as `tokens`, which they must be when the data set returns them.
-        seed: selects the order, together with the epoch.
         shuffle: whether minibatches, and samples of similar length, are shuffled, differently in each epoch; otherwise
-            they are sorted by length.
-        on_end: what follows the last row of the trace, as for :class:`CustomSampler`.
-        num_replicas: cores that share the work; those of the running backend if None.
-        rank: which of them this is; that of the running backend if None.
-        process_group: the cores that share the work, as for :class:`CustomSampler`.
-        lockstep: whether all cores get the same number of minibatches in a step, as for :class:`CustomSampler`.
+            they are sorted by length. `seed`, `on_end`, `num_replicas`, `rank`, `process_group` and `lockstep` are
+            those of :class:`CustomSampler`.
 
     >>> lengths = [5, 2, 8, 2, 3, 7, 2, 2]
     >>> budget = TokenBudget(lengths, trace=[16, 32], tokens=16, num_replicas=1, rank=0, shuffle=False)
@@ -66,7 +57,7 @@ class TokenBudget(CustomSampler):
     def __init__(
         self,
         lengths: Any,
-        trace: TraceLike | WatchedTrace | OpenSteps | Policy | Callable[[Situation], float] = "",
+        trace: TraceOrPolicy = "",
         *,
         tokens: int,
         packed: bool = False,

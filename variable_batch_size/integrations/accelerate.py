@@ -14,7 +14,7 @@ from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.integrations import common
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.proxy import OptimizerProxy, optimizers_of
+from variable_batch_size.optim.proxy import OptimizerProxy
 
 with imported_extra("accelerate", "variable_batch_size.integrations.accelerate needs accelerate", "accelerate"):
     from accelerate import Accelerator
@@ -181,7 +181,7 @@ def _prepared(accelerator: Accelerator, optimizer: CustomOptimizer, thing: Any) 
     if thing is optimizer or isinstance(thing, torch.nn.Module):
         return thing
     if isinstance(thing, LRScheduler):
-        if all(thing.optimizer is not one for one in (optimizer, optimizer.inner, *optimizers_of(optimizer.inner))):
+        if all(thing.optimizer is not one for one in optimizer.wrapped()):
             raise ValueError(f"{type(thing).__name__} schedules another optimizer than the one passed to prepare()")
         accelerator.register_for_checkpointing(thing)
         return SchedulerOfUpdates(thing, optimizer)

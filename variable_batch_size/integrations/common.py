@@ -45,7 +45,7 @@ class Steps:
 
 
 def refuse_open_steps(sampler: MinibatchSource, framework: str) -> None:
-    """Raise if steps end when the loop says so, as a framework counts on their length."""
+    """Raise if the loop ends the steps, as a framework needs their length before."""
     if sampler.schedule.is_open:
         rule = f"`trace` must not be OpenSteps with {framework}, which needs the length of steps before"
         raise ValueError(f"{rule}: write your own loop")

@@ -105,7 +105,7 @@ class Limit:
         return number
 
     def epochs_now(self, given: int | None, schedule: BaseSchedule) -> int | None:
-        """The same as the run goes on: a watched trace may have become shorter or longer."""
+        """The same during the run: a watched trace may have become shorter or longer."""
         numbers = [number for number in (given, schedule.num_epochs) if number is not None]
         return min(numbers, default=None)
 

@@ -1,4 +1,4 @@
-"""Flow: how the numbers measured in a step reach the rule, and the learning rate that they make the optimizer."""
+"""Flow: how the numbers measured in a step reach the rule, and how its factors reach the optimizer."""
 
 import copy
 import dataclasses
@@ -14,7 +14,7 @@ from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.optim.gradients.accumulator import Measured, StepGradient
 from variable_batch_size.optim.gradients.norms import is_finite
-from variable_batch_size.optim.proxy import optimizers_of
+from variable_batch_size.optim.proxy import optimizers_of, parameters_of
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import NoiseMeter, Smoothing
@@ -91,7 +91,7 @@ class Flow:
         self.num_skipped = 0
         self._measures = rule.measures_noise or meter is not None
         self._communicator, self._is_traced = communicator, communicator.is_one_program
-        self._device = next(p for group in inner.param_groups for p in group["params"]).device
+        self._device = parameters_of(inner)[0].device
         self._twin: _Twin | None = None
         self._pending: _Pending | None = None
         self._saved_progress: float | None = None  # before the latest step, until the next one
@@ -232,13 +232,11 @@ def _observed(step: Step, measured: Measured) -> Step:
 
 
 def _stays_on_device(rule: Rule, inner: Optimizer, device: torch.device, *, is_traced: bool) -> bool:
-    groups = inner.param_groups
-    parameters = [p for group in groups for p in group["params"]]
-    if type(rule) not in RULES.values() or rule.corrects_bias or len(groups) > _MAX_GROUPS:
+    if type(rule) not in RULES.values() or rule.corrects_bias or len(inner.param_groups) > _MAX_GROUPS:
         return False
     if is_traced and (not isinstance(rule, NoiseRule) or xla.is_spmd()):  # there, each number would need a sharding
         return False
-    if any(p.device != device or is_dtensor(p) for p in parameters):
+    if any(p.device != device or is_dtensor(p) for p in parameters_of(inner)):
         return False
     return all(_takes_tensors(optimizer, is_traced=is_traced) for optimizer in optimizers_of(inner))
 

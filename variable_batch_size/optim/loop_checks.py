@@ -1,4 +1,4 @@
-"""LoopChecks: raises for training loops in which step() would train something else than what is written there."""
+"""LoopChecks: raises for training loops in which step() would not train what they appear to."""
 
 import logging
 import threading

@@ -102,11 +102,7 @@ class NormLayers:
             self._num_uses[name] = self._num_uses.get(name, 0) + 1
 
     def take(
-        self,
-        plan: StepPlan,
-        *,
-        squared_norm: torch.Tensor | None = None,
-        inverse_scale: torch.Tensor | None = None,
+        self, plan: StepPlan, *, squared_norm: torch.Tensor | None = None, inverse_scale: torch.Tensor | None = None
     ) -> torch.Tensor:
         """m·Σ‖g_s‖² over the m samples of the latest minibatch, on the device; 0 of padding, or if it is not measured.
 

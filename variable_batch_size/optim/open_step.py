@@ -52,7 +52,7 @@ def refuse_options(
 
 @final
 class OpenStep(Steps):
-    """Counts what a core contributes to a step, lets cores in lockstep agree on its end, and names one that has none.
+    """Counts what a core contributes to a step, agrees on its end in lockstep, and names cores that have not ended it.
 
     A core that has ended its step waits for the others in the reduction. After `timeout` seconds it reads from the
     store where they are. They write that there only in steps that take long.
@@ -77,7 +77,7 @@ class OpenStep(Steps):
         self._loss_scale, self._buffers, self._skips = loss_scale, buffers, skips
         self._counter: PassCounter = sampler.counter
         self._timeout = self._schedule.timeout
-        self._is_last = False  # whether the user has said that the next minibatch is the core's last one in the step
+        self._is_last = False  # whether the next minibatch is the core's last one in the step, by the user
         self._is_last_in_loop: bool | None = None  # the same within minibatches(); None outside of it
         self._is_at_end = False  # whether this core has no more minibatches in the epoch
         if communicator.num_replicas > 1:

@@ -528,7 +528,7 @@ class CustomOptimizer(OptimizerProxy):
                 loss_of(model(minibatch)).backward()
                 optimizer.step(weight=num_tokens(minibatch))
 
-        :meth:`step` follows each of them, and must not be told which one is the last. To leave the loop early, call
+        :meth:`step` follows each of them, and takes no `last`. To leave the loop early, call
         :meth:`end_step` before. In lockstep, as with ``fully_shard``, a core that has no more gets padding until all
         are done: its latest minibatch once more.
 
@@ -546,7 +546,7 @@ class CustomOptimizer(OptimizerProxy):
                     loss_fn(model(x), y).backward()
                     optimizer.step()
 
-        One minibatch tells nothing about the gradient noise. Its halves are two minibatches of half the size: their
+        One minibatch alone shows no gradient noise. Its halves are two minibatches of half the size: their
         mean is the gradient of the step, and their norms estimate the noise without bias. Each estimate counts once in
         the averages, however many steps are between two: the memory of `smoothing` is in estimates. Every rank must
         call it, and ``step()`` follows each yield. Forward and backward passes run with two batch shapes, and only

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.data.cursor import StepPlan
-from variable_batch_size.optim.proxy import optimizers_of
+from variable_batch_size.optim.proxy import optimizers_of, parameters_of
 from variable_batch_size.optim.token_weights import Weight
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.rule import Norms, Rule
@@ -57,7 +57,7 @@ def make_own_norms(
         "exact=True": exact,
         "gradient_as_bucket_view=True": is_view,
         type(rule).__name__: rule.preconditions,
-        "sharded parameters": any(is_dtensor(p) for group in inner.param_groups for p in group["params"]),
+        "sharded parameters": any(map(is_dtensor, parameters_of(inner))),
         "XLA, where a step that is measured would be another graph": communicator.is_one_program,
         "TorchTPU": not communicator.keeps_flat_gradients,
     }

@@ -10,8 +10,8 @@ import torch
 from variable_batch_size.cores import devices
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.policies.hints import Hints, hints_of
-from variable_batch_size.policies.policy import Decision, Situation
-from variable_batch_size.policies.timing import PolicyTiming
+from variable_batch_size.policies.policy import Decision, Situation, depth_of
+from variable_batch_size.policies.timing import PolicyTiming, Times
 from variable_batch_size.schedules.policy_schedule import PolicySchedule
 from variable_batch_size.schedules.schedule import Integers
 
@@ -80,7 +80,7 @@ class PolicyDriver:
             self._pass, self._num_in_pass = num_passes, 0
         self._num_in_pass += 1
         size = schedule.batch_size(step)
-        depth = -(-size // (schedule.minibatch_size * schedule.num_replicas))
+        depth = depth_of(size, schedule.minibatch_size, schedule.num_replicas)
         self._timing.note_steps(size, schedule.num_replicas, seconds, depth=depth, overhead=overhead)
         schedule.note_done(step)
         if self._timing.num_rows(schedule.num_ahead):
@@ -110,7 +110,7 @@ class PolicyDriver:
         )
 
     @property
-    def _times(self) -> tuple[float, float] | None:
+    def _times(self) -> Times | None:
         return self._timing.times.seconds(self._schedule.num_replicas)
 
     def _decide(self) -> None:
@@ -185,8 +185,8 @@ class PolicyDriver:
             saved = dict(state["schedule"])
             saved["rows"] = saved["rows"].tolist()
             schedule.load_state_dict(saved)
-            self._timing.load_state_dict(state["asking"], cores=state["cores"])
-            self.loss, self._spent = state["loss"], dict(state.get("spent", {}))
+            self._timing.load_state_dict(state["asking"])
+            self.loss, self._spent = state["loss"], dict(state["spent"])
             if (state["cores"], state["minibatch_size"]) == (schedule.num_replicas, schedule.minibatch_size):
                 return
         elif schedule.num_ahead:  # the decisions for a run that begins: the schedule has no steps of the trace

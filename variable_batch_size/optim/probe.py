@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.checks import copy_for_run
-from variable_batch_size.optim.proxy import name_of, optimizers_of
+from variable_batch_size.optim.proxy import name_of, optimizers_of, parameters_of
 from variable_batch_size.optim.wrappers import is_zero
 from variable_batch_size.rules.per_optimizer import PerOptimizerRule
 from variable_batch_size.rules.registry import make_rule
@@ -163,8 +163,7 @@ def checked_rule(rule: RuleLike | Sequence[RuleLike], inner: Optimizer, model: t
     for one, optimizer in zip(rules, optimizers, strict=False):
         one.check(name_of(optimizer), optimizer.param_groups)
         check_inner(one, optimizer)
-    parameters = [p for group in inner.param_groups for p in group["params"]]
-    shared = [inner, *optimizers, *parameters, *([] if model is None else [model])]
+    shared = [inner, *optimizers, *parameters_of(inner), *([] if model is None else [model])]
     if isinstance(rule, Rule):
         return copy_for_run(rule, *shared)
     rules = [copy_for_run(one, *shared) for one in rules]

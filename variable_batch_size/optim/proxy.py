@@ -1,6 +1,8 @@
 """OptimizerProxy: a torch.optim.Optimizer around one or several inner optimizers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -67,6 +69,11 @@ def _found(inner: Any) -> str:
         return f"got {type(inner).__name__}, which has one already: pass its `inner`"
     found = f"the class {inner.__name__}" if isinstance(inner, type) else type(inner).__name__
     return f"got {found}: make one, such as torch.optim.SGD(model.parameters(), lr=0.1)"
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters of all groups of an optimizer."""
+    return list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
 
 
 def optimizers_of(inner: Optimizer) -> list[Optimizer]:

@@ -17,7 +17,7 @@ _LOST = -1  # as the half that is next: the loop over halves was left
 
 
 class Steps:
-    """What an optimizer asks to advance to a minibatch and to reduce a step, and when a run moves.
+    """How an optimizer advances to a minibatch and reduces a step, and what happens when a run moves.
 
     There are three kinds: those that the schedule determines, open ones (:class:`OpenStep`), and those of cores that
     join and leave (:class:`LiveSteps`).
@@ -84,20 +84,14 @@ class KnownSteps(Steps):
 
 
 class Halves:
-    """Splits the only minibatch of a step in two, which tell its noise.
+    """Splits the only minibatch of a step in two, from which its noise is estimated.
 
     Attributes:
         next: of the minibatch that is split, which half is next; 0 if none is split.
     """
 
     def __init__(
-        self,
-        sampler: MinibatchSource,
-        cursor: Cursor,
-        accumulator: GradientAccumulator,
-        rule: Rule,
-        *,
-        measures: bool,
+        self, sampler: MinibatchSource, cursor: Cursor, accumulator: GradientAccumulator, rule: Rule, *, measures: bool
     ) -> None:
         self._sampler, self._cursor, self._accumulator = sampler, cursor, accumulator
         self._rule, self._measures = rule, measures

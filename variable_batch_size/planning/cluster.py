@@ -19,9 +19,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from variable_batch_size.checks import check_not_negative_number, check_one_of, check_positive_number, refuse
+from variable_batch_size.files import numbered_lines
 from variable_batch_size.planning.profile import Measured, Profile
 from variable_batch_size.planning.simulate import NoiseCurve, NoiseCurves
 from variable_batch_size.policies.allocation import ALLOCATIONS, Allocation, Job, check_fits, place, slots
+from variable_batch_size.policies.autoscale import gain
 from variable_batch_size.policies.hints import EXPLORED, HINTS, Hints
 
 _SECONDS_OF_NOISE = 10.0  # of a simulated run with one noise scale
@@ -56,8 +58,7 @@ def read_jobs(path: str | os.PathLike[str]) -> list[Submitted]:
 
 def _rows(path: Path, needed: Sequence[str]) -> list[tuple[int, list[str]]]:
     """The numbered rows of a CSV file, with these columns, which may be among others."""
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
-    kept = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+    kept = numbered_lines(path)
     head = [cell.strip() for cell in kept[0][1].split(",")] if kept else []
     if not set(needed) <= set(head):
         rule = f"the columns must be {','.join(needed)}"
@@ -176,7 +177,7 @@ class Application:
         if key not in self._known_seconds:
             machines = -(-cores // node_cores)
             times = self.profile.times(cores=cores, minibatch_size=minibatch_size, machines=machines)
-            self._known_seconds[key] = (depth - 1) * times.accumulating + times.updating
+            self._known_seconds[key] = times.step(depth)
         return self._known_seconds[key]
 
     @cached_property
@@ -186,7 +187,7 @@ class Application:
     def best(self, sizes: tuple[int, ...], noise_scale: float, node_cores: int) -> tuple[list[float], list[int]]:
         """The largest goodput on each of these numbers of cores, and its batch size."""
         batches, seconds, starts = self._table(sizes, node_cores)
-        goodputs = _gains(batches, self.limits.ref_batchsize, noise_scale) / seconds
+        goodputs = gain(batches, ref_batchsize=self.limits.ref_batchsize, noise_scale=noise_scale) / seconds
         tops = [int(np.argmax(part)) for part in np.split(goodputs, starts[1:])]
         places = [start + top for start, top in zip(starts, tops, strict=True)]
         return goodputs[places].tolist(), batches[places].astype(int).tolist()
@@ -196,14 +197,10 @@ class Application:
         share = -(-batch_size // cores)
         depth = -(-share // self.limits.max_minibatch_size)
         seconds = self._seconds(cores, -(-share // depth), depth, node_cores)
-        return float(_gains(batch_size, self.limits.ref_batchsize, noise_scale) / seconds)
+        return float(gain(batch_size, ref_batchsize=self.limits.ref_batchsize, noise_scale=noise_scale) / seconds)
 
     def noise_scale(self, progress: float, batch_size: float) -> float:
         return self.noise(progress, batch_size)
-
-
-def _gains(batch_sizes: Any, ref_batchsize: int, noise_scale: float) -> Any:
-    return (noise_scale / ref_batchsize + 1) / (noise_scale / batch_sizes + 1)
 
 
 def _mean_rows(rows: Iterable[Measured]) -> tuple[Measured, ...]:

@@ -17,19 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from variable_batch_size.checks import import_extra, refuse
-from variable_batch_size.planning.profile import EXTRAPOLATED, Measured, Profile
+from variable_batch_size.checks import refuse
+from variable_batch_size.files import EXECUTED, LOG
+from variable_batch_size.planning.profile import EXTRAPOLATED, Measured, Profile, t_quantile
 from variable_batch_size.planning.rental import RENTALS, Rental
 from variable_batch_size.planning.simulate import Availability, Moment, NoiseCurve, Resumed, Simulation, simulate
 from variable_batch_size.policies.autoscale import gain
 from variable_batch_size.policies.builtin import POLICIES, parse_named, parse_policy
-from variable_batch_size.policies.policy import Policy, Situation
-from variable_batch_size.policies.timing import StepTimes
+from variable_batch_size.policies.policy import Policy, Situation, depth_of
+from variable_batch_size.policies.timing import StepTimes, Times
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Rows, Trace
 from variable_batch_size.urls import read_bytes
 
-LOG, EXECUTED = "log.jsonl", "executed.csv"
 _MOST_RECORDS = 20_000  # the latest, which are enough for a forecast
 _NUM_BLOCKS = 10  # of records, whose spread is that of the times
 _NUM_TIMED = 5  # steps of each kind, which a policy needs to know the times of
@@ -45,7 +45,7 @@ PolicyFunction = Callable[[Situation], float]
 
 @dataclass(frozen=True, kw_only=True)
 class RunSoFar:
-    """What the files of a run say about it, for a forecast."""
+    """A run up to now, from its files, for a forecast."""
 
     name: str
     step: int
@@ -57,7 +57,7 @@ class RunSoFar:
     ref_batchsize: int
     capacity: int | None  # the most samples in a step, None if not known
     times: Sequence[tuple[int, int, float]]  # cores, minibatches of the busiest core, and mean seconds of a step
-    measured: Mapping[int, tuple[float, float]]  # a and u on a number of cores, as far as a policy has measured them
+    measured: Mapping[int, Times]  # a and u on a number of cores, as far as a policy has measured them
     noise: Sequence[tuple[float, float, float]]  # progress, noise scale in samples, batch size
     noise_interval: tuple[float, float]  # of the latest noise scale, as factors of it
     policy: str | None  # with its settings, as for vbs simulate; None if it had a trace
@@ -103,9 +103,9 @@ class RunSoFar:
         )
 
     @cached_property
-    def seconds(self) -> dict[int, tuple[float, float]]:
+    def seconds(self) -> dict[int, Times]:
         """a and u on each number of cores that the run had."""
-        found: dict[int, tuple[float, float]] = {}
+        found: dict[int, Times] = {}
         for cores in sorted({cores for cores, _, _ in self.times}):
             if cores in self.measured:
                 found[cores] = self.measured[cores]
@@ -117,24 +117,20 @@ class RunSoFar:
             depths = sorted({depth for _, depth, _ in own})
             # one depth alone does not separate the two times: as if the all-reduce and the update took none
             median = statistics.median(seconds for _, _, seconds in own) / depths[0]
-            found[cores] = steps.seconds(cores) or (median, median)
+            found[cores] = steps.seconds(cores) or Times(median, median)
         return found
 
     @cached_property
     def spread(self) -> tuple[float, float]:
         """The time of all records in relation to that of their steps by a and u, and its 95 % interval as a factor."""
-        ratios = []
-        for cores, depth, seconds in self.times[len(self.times) // 2 :]:  # the machines may have changed before
-            accumulating, updating = self.seconds[cores]
-            ratios.append(seconds / ((depth - 1) * accumulating + updating))
+        latest = self.times[len(self.times) // 2 :]  # the machines may have changed before
+        ratios = [seconds / self.seconds[cores].step(depth) for cores, depth, seconds in latest]
         blocks = [block.mean() for block in np.array_split(ratios, min(_NUM_BLOCKS, len(ratios)))]
         mean = statistics.fmean(blocks)
         if len(blocks) < 3:
             return mean, math.inf
-        special = import_extra("scipy.special", "an interval needs scipy", "compare")
-        quantile = float(special.stdtrit(len(blocks) - 1, 0.975))
         # of the mean so far, and of that of the rest, as if it were as long
-        return mean, 1 + quantile * statistics.stdev(blocks) / mean * math.sqrt(2 / len(blocks))
+        return mean, 1 + t_quantile(len(blocks) - 1) * statistics.stdev(blocks) / mean * math.sqrt(2 / len(blocks))
 
     def profile(self, cores: int, others: Profile | None = None, *, factor: float = 1.0) -> Profile:
         """The times of the run, times a factor, and those of other numbers of cores.
@@ -163,10 +159,10 @@ class RunSoFar:
     def resumed(self) -> Resumed:
         """Where a simulation of the rest begins."""
         where: dict[str, Any] = {"progress": self.progress, "updates": self.step, "samples": self.samples}
-        depths = (1, 2, -(-self.batch_size // (self.minibatch_size * self.cores)))
+        depths = (1, 2, depth_of(self.batch_size, self.minibatch_size, self.cores))
         times = [
-            (cores, depth, (depth - 1) * accumulating + updating)
-            for cores, (accumulating, updating) in self.seconds.items()
+            (cores, depth, seconds.step(depth))
+            for cores, seconds in self.seconds.items()
             for depth in dict.fromkeys(depths)
             for _ in range(_NUM_TIMED)
         ]
@@ -319,8 +315,7 @@ def _rest_of_trace(
     """Steps of given batch sizes, after a restart if they are on other cores."""
     where: dict[str, Any] = {"cores": cores, "minibatch_size": run.minibatch_size}
     times = profile.times(**where)
-    depths = -(-rows // (run.minibatch_size * cores))
-    seconds = restart_seconds + float(((depths - 1) * times.accumulating + times.updating).sum())
+    seconds = restart_seconds + float(times.step(depth_of(rows, run.minibatch_size, cores)).sum())
     progress, made = run.progress, [(int(size), len(list(group))) for size, group in itertools.groupby(rows.tolist())]
     moments = []
     at = restart_seconds
@@ -328,7 +323,7 @@ def _rest_of_trace(
         moments.append(Moment(at, cores, size, progress))
         worth = gain(size, ref_batchsize=run.ref_batchsize, noise_scale=noise(progress, size))
         progress += number * worth
-        at += number * (((-(-size // (run.minibatch_size * cores))) - 1) * times.accumulating + times.updating)
+        at += number * times.step(depth_of(size, run.minibatch_size, cores))
     moments.append(Moment(seconds, cores, made[-1][0], progress))
     cost = None if price is None else cores * seconds * price / 3600
     counts: dict[str, Any] = {"updates": len(rows), "samples": int(rows.sum()), "progress": progress, "cost": cost}
@@ -412,19 +407,19 @@ def _times(records: Sequence[Mapping[str, Any]], minibatch_size: int) -> list[tu
         made, steps = record["samples"] - before["samples"], record["step"] - before["step"]
         if rate and rate > 0 and steps > 0 and made == steps * size:
             cores = record["cores"]
-            found.append((cores, -(-size // (minibatch_size * cores)), size / rate))
+            found.append((cores, depth_of(size, minibatch_size, cores), size / rate))
     if not found:
         raise ValueError("the log must have two records with the same batch size one after the other, got none")
     return found
 
 
-def _measured(records: Sequence[Mapping[str, Any]]) -> dict[int, tuple[float, float]]:
+def _measured(records: Sequence[Mapping[str, Any]]) -> dict[int, Times]:
     """The latest times that a policy has measured on each number of cores."""
-    found: dict[int, tuple[float, float]] = {}
+    found: dict[int, Times] = {}
     for record in records:
         accumulating, updating = record.get("seconds_accumulating"), record.get("seconds_updating")
         if accumulating and updating and min(accumulating, updating) > 0:
-            found[record["cores"]] = accumulating, updating
+            found[record["cores"]] = Times(accumulating, updating)
     return found
 
 

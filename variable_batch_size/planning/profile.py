@@ -6,14 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from variable_batch_size.checks import import_extra, is_integer, refuse
-from variable_batch_size.files import write_text
+from variable_batch_size.files import numbered_lines, write_text
 from variable_batch_size.policies.throughput import Throughput
+from variable_batch_size.policies.timing import Times
 
 _FARTHEST = 2  # the largest factor of extrapolation in cores and samples without `extrapolates`
 _TINY = 1e-8
@@ -30,13 +31,6 @@ class Measured(NamedTuple):
 
 
 COLUMNS = Measured._fields
-
-
-class Times(NamedTuple):
-    """Seconds of an accumulating minibatch, and of the one that completes a step."""
-
-    accumulating: float
-    updating: float
 
 
 @dataclass(frozen=True)
@@ -57,8 +51,7 @@ class Profile:
     def read(cls, path: str | os.PathLike[str], *, extrapolates: bool = False) -> "Profile":
         """Read a CSV file with the columns machines, cores, minibatch_size and the two times."""
         name = os.fspath(path)
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = tuple(_rows(file, name))
+        rows = tuple(_rows(numbered_lines(path), name))
         if not rows:
             refuse(name, "a profile must have a row", "none")
         return cls(rows, name, extrapolates)
@@ -137,9 +130,8 @@ class Profile:
             return None
         errors = _log_errors(model, self.rows)
         freedom = len(errors) - len(free)
-        special = import_extra("scipy.special", "an interval needs scipy", "compare")
         deviation = math.sqrt(sum(error**2 for error in errors) / freedom)
-        factor = math.exp(float(special.stdtrit(freedom, 0.975)) * deviation)
+        factor = math.exp(t_quantile(freedom) * deviation)
         low, high = (replace(self, guess=self.guess * end) for end in (1 / factor, factor))
         low.__dict__["throughput"] = high.__dict__["throughput"] = model  # the same rows need no other fit
         return low, high
@@ -163,6 +155,19 @@ class Profile:
         return found
 
 
+def t_quantile(freedom: int, *, level: float = 0.95) -> float:
+    """The ends of the interval of Student's t with this level."""
+    # scipy.stats.t.ppf calls its stdtrit, but scipy.stats takes a second to load
+    special = import_extra("scipy.special", "an interval needs scipy", "compare")
+    return float(special.stdtrit(freedom, (1 + level) / 2))
+
+
+def half_interval(values: Sequence[float], *, level: float = 0.95) -> float:
+    """Half of the interval of a mean, t · s / √n with Student's t; 0 for a single value."""
+    number = len(values)
+    return t_quantile(number - 1, level=level) * stdev(values) / math.sqrt(number) if number > 1 else 0.0
+
+
 def _check_placement(machines: int, cores: int) -> None:
     if machines > cores:
         raise ValueError(f"`machines` must be at most the number of cores, which is {cores}, got {machines}")
@@ -183,8 +188,7 @@ def _between(rows: Sequence[Measured], cores: int, minibatch_size: int) -> Times
     return Times(*(float(np.interp(minibatch_size, sizes, column)) for column in zip(*of_size.values(), strict=True)))
 
 
-def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+def _rows(numbered: Sequence[tuple[int, str]], name: str) -> Iterator[Measured]:
     if not numbered or tuple(cell.strip() for cell in numbered[0][1].split(",")) != COLUMNS:
         refuse(f"{name}:1", f"the columns of a profile must be {','.join(COLUMNS)}", numbered[0][1] if numbered else "")
     for number, line in numbered[1:]:

@@ -7,23 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from variable_batch_size.checks import (
-    check_not_negative_number,
-    check_positive,
-    check_positive_number,
-    import_extra,
-    refuse,
-)
-from variable_batch_size.files import read_records
-from variable_batch_size.planning.profile import BASES, MEASURED, Profile
+from variable_batch_size.checks import check_not_negative_number, check_positive, check_positive_number, refuse
+from variable_batch_size.files import numbered_lines, read_records
+from variable_batch_size.planning.profile import BASES, MEASURED, Profile, half_interval
 from variable_batch_size.planning.rental import Offer, Prices, Rental
 from variable_batch_size.policies.autoscale import Goodput, gain
-from variable_batch_size.policies.policy import Policy, Situation, policy_of
+from variable_batch_size.policies.policy import Policy, Situation, depth_of, policy_of
 from variable_batch_size.policies.timing import PolicyTiming
 from variable_batch_size.traces.recording import Recording
 from variable_batch_size.traces.trace import Trace
@@ -80,7 +74,7 @@ class Availability:
         if self.cores_per_machine is not None:
             return -(-cores // self.cores_per_machine)
         if cores > 1 and profile.has_several_machines:
-            needed = "set `cores_per_machine` (--cores-per-machine), to tell how many machines they are on"
+            needed = "set `cores_per_machine` (--cores-per-machine), which determines how many machines they are on"
             raise ValueError(f"{profile.name} has times on several machines, but {self.name} no placement: {needed}")
         return 1
 
@@ -141,9 +135,7 @@ class NoiseCurve:
         A CSV file has the columns ``progress,noise_scale`` or ``progress,noise_scale,batch_size``. With weighted
         minibatches, the noise scales of a log are converted to samples with the mean weight of a sample.
         """
-        name = os.fspath(path)
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-        numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
+        name, numbered = os.fspath(path), numbered_lines(path)
         if numbered and not numbered[0][1].lstrip().startswith("{"):
             return cls(*zip(*_noise_rows(numbered, name), strict=True))
         found: dict[float, tuple[float, ...]] = {}
@@ -209,7 +201,7 @@ class NoiseCurves:
         for curve in self.curves:
             found.setdefault(curve.batch_size(progress), []).append(math.log(curve(progress)))
         sizes = sorted(found)
-        means = [fmean(found[size]) + (self.end and self.end * _half_interval(found[size])) for size in sizes]
+        means = [fmean(found[size]) + (self.end and self.end * half_interval(found[size])) for size in sizes]
         return math.exp(float(np.interp(math.log(batch_size), np.log(sizes), means)))
 
     @property
@@ -217,14 +209,6 @@ class NoiseCurves:
         """The ends of the 95 % interval; None if no two runs have a batch size in common."""
         sizes = [size for curve in self.curves for size in set(curve.batch_sizes or ())]
         return (replace(self, end=-1), replace(self, end=1)) if len(set(sizes)) < len(sizes) else None
-
-
-def _half_interval(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of a mean, with Student's t; 0 for a single value."""
-    if len(values) == 1:
-        return 0.0
-    special = import_extra("scipy.special", "an interval needs scipy", "compare")
-    return float(special.stdtrit(len(values) - 1, 0.975)) * stdev(values) / math.sqrt(len(values))
 
 
 class Moment(NamedTuple):
@@ -390,7 +374,7 @@ class _Run(Simulation):
     is_started: bool = False
     restart_left: float = 0.0  # seconds of the current restart
     left: float = 0.0  # seconds of that span that are too short for a step, unless the next span has the same cores
-    noise_size: int | None = None  # the latest batch size with several minibatches, which tell the noise
+    noise_size: int | None = None  # the latest batch size with several minibatches, which show the noise
     rows: deque[tuple[int, int]] = field(default_factory=deque)  # like `made`, decided and not executed
     saved: _Saved = field(default_factory=_Saved)
     unsaved_seconds: float = 0.0  # of the steps since then
@@ -411,7 +395,7 @@ class _Run(Simulation):
         for time in resumed.times:
             self.timing.times.add(*time)
         if resumed.cores == self.availability.spans[0].cores:
-            depth = -(-resumed.batch_size // (self.minibatch_size * resumed.cores))
+            depth = depth_of(resumed.batch_size, self.minibatch_size, resumed.cores)
             self.timing.note_steps(resumed.batch_size, resumed.cores, None, depth=depth)
         else:
             self.restarts, self.restart_left = 1, self.restart_seconds
@@ -469,8 +453,8 @@ class _Run(Simulation):
             until_next = self._decide()
             size, number = self.rows.popleft()
             worth = gain(size, ref_batchsize=self.ref_batchsize, noise_scale=self.noise(self.progress, size))
-            depth = -(-size // (self.minibatch_size * self.cores))
-            seconds = (depth - 1) * times.accumulating + times.updating
+            depth = depth_of(size, self.minibatch_size, self.cores)
+            seconds = times.step(depth)
             wanted = min(number, until_next, max(1, math.ceil((self.goal - self.progress) / worth - 1e-9)))
             if self.most_samples is not None:
                 wanted = min(wanted, -(-(self.most_samples - self.samples) // size))

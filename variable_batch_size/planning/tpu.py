@@ -1,4 +1,4 @@
-"""Programs on a TPU: what the TPU compiler tells about them, whether they fit, and how long they take at least."""
+"""Programs on a TPU: what the TPU compiler reports about them, whether they fit, and their least time."""
 
 import json
 import re
@@ -150,7 +150,7 @@ class Programs:
 
 
 def _reason(error: str) -> str:
-    """The compiler's error in one line; what it says about memory in bytes per device.
+    """The compiler's error in one line; sizes of memory in bytes per device.
 
     >>> _reason("RESOURCE_EXHAUSTED: Ran out of memory. Used 18.22G of 15.75G hbm. Exceeded hbm capacity by 2.47G.")
     'fit: the compiler used 18.22 GiB of 15.75 GiB, 2.47 GiB more than there are'

@@ -191,7 +191,7 @@ def compile_for(topology: Any, stablehlo: Any, donated: Sequence[int], *, is_spm
 
 
 def record_of(executable: Any) -> dict[str, Any]:
-    """What the compiler tells about a program, for one core."""
+    """What the compiler reports about a program, for one core."""
     memory, costs = executable.get_compiled_memory_stats(), executable.cost_analysis()
     costs = costs[0] if isinstance(costs, list) else costs
     hlo = executable.hlo_modules()[0].to_string()

@@ -7,13 +7,18 @@ Over d goodput has one maximum, d* = √(φ·(u − a) / (a·R·m)), φ = V/G² 
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
+
+import numpy as np
+import numpy.typing as npt
 
 from variable_batch_size.policies.policy import BoundsOptions, Policy, Situation
 
+Sizes = TypeVar("Sizes", float, npt.NDArray[np.float64])
 
-def gain(batch_size: float, *, ref_batchsize: float, noise_scale: float) -> float:
-    """The progress of one step, in steps at the reference batch size: (φ/B0 + 1) / (φ/B + 1)."""
+
+def gain(batch_size: Sizes, *, ref_batchsize: float, noise_scale: float) -> Sizes:
+    """The progress of a step, or of each in an array, in steps at the reference batch size: (φ/B0 + 1) / (φ/B + 1)."""
     if math.isinf(noise_scale):
         return batch_size / ref_batchsize
     return (noise_scale / ref_batchsize + 1) / (noise_scale / batch_size + 1)

@@ -188,15 +188,16 @@ def _is_allowed(policy: Policy, situation: Situation, cores: int) -> bool:
 def _expected(policy: Policy, situation: Situation, times: StepTimes, cores: int) -> tuple[float, float, int] | None:
     """Goodput, throughput and batch size on so many cores; zeros if the bounds allow none, None if not known."""
     found = times.seconds(cores)
-    if found is None or not found[1]:  # times that vary more than with the depth may leave no time for a minibatch
+    if (
+        found is None or not found.updating
+    ):  # times that vary more than with the depth may leave no time for a minibatch
         return None
     if not _is_allowed(policy, situation, cores):
         return 0.0, 0.0, 0
-    accumulating, updating = found
-    there = replace(situation, cores=cores, seconds_accumulating=accumulating, seconds_updating=updating)
+    there = replace(situation, cores=cores, seconds_accumulating=found.accumulating, seconds_updating=found.updating)
     allowed, m = policy.bounds.minibatches(there), situation.minibatch_size
     number = min(max(math.floor(policy.expected(there) / m + 0.5), allowed[0]), allowed[-1])
-    seconds = (-(-number // cores) - 1) * accumulating + updating
+    seconds = found.step(-(-number // cores))
     noise = situation.noise_scale if situation.noise_scale is not None and situation.knows_noise else math.inf
     worth = gain(number * m, ref_batchsize=situation.ref_batchsize, noise_scale=noise)
     return worth / seconds, number * m / seconds, number * m

@@ -12,6 +12,11 @@ from typing_extensions import Unpack
 from variable_batch_size.checks import check_positive, copy_for_run, is_integer
 
 
+def depth_of(batch_size: Any, minibatch_size: int, cores: int) -> Any:
+    """Number of minibatches of the busiest core in a step; of each one, if batch sizes are an array."""
+    return -(-batch_size // (minibatch_size * cores))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Situation:
     """The inputs of a policy's decision; None for unknown values.
@@ -22,7 +27,7 @@ class Situation:
     """
 
     cores: int  # number of cores
-    machines: int = 1  # on which they are, as far as a simulation is told
+    machines: int = 1  # on which they are, where a simulation has them
     minibatch_size: int  # samples per forward and backward pass of one core
     max_minibatch_size: int | None = None  # the largest, if they grow with the batch size
     ref_batchsize: int  # the batch size for which the inner optimizer's settings were chosen
@@ -42,7 +47,7 @@ class Situation:
     @property
     def depth(self) -> int | None:
         """Number of minibatches of the busiest core in a step of the current batch size."""
-        return None if self.batch_size is None else -(-self.batch_size // (self.minibatch_size * self.cores))
+        return None if self.batch_size is None else depth_of(self.batch_size, self.minibatch_size, self.cores)
 
     @property
     def knows_noise(self) -> bool:

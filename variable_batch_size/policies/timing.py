@@ -39,6 +39,17 @@ class _Point(NamedTuple):
     weight: float
 
 
+class Times(NamedTuple):
+    """Seconds of an accumulating minibatch, a, and of the one that completes a step, u."""
+
+    accumulating: float
+    updating: float
+
+    def step(self, depth: Any) -> Any:
+        """Seconds of a step in which the busiest core runs `depth` minibatches; depths may be an array."""
+        return (depth - 1) * self.accumulating + self.updating
+
+
 class StepTimes:
     """Fits a line to the median step times of each number of cores: a step of depth d takes (d − 1)·a + u seconds.
 
@@ -75,14 +86,13 @@ class StepTimes:
         latest, factor = [found for _, found in self._latest], _CHANGED
         if expected is None:
             others = [point for point in self._points(cores) if point.depth != depth]
-            accumulating, updating = _line(others) if len(others) > 1 else (0.0, 0.0)
-            expected, factor = (depth - 1) * accumulating + updating, _CHANGED_FROM_LINE
+            expected, factor = _line(others).step(depth) if len(others) > 1 else 0.0, _CHANGED_FROM_LINE
         if expected and _have_changed(list(timed.seconds)[:-_FEWEST], expected, latest, factor):
             self._of = {cores: {depth: _Timed(deque(latest, maxlen=_MOST), statistics.median(latest), self._num)}}
             while len(self._overheads) > _FEWEST:
                 self._overheads.popleft()
 
-    def seconds(self, cores: int) -> tuple[float, float] | None:
+    def seconds(self, cores: int) -> Times | None:
         """a and u on so many cores, the times of an accumulating and an updating minibatch.
 
         None before two depths were timed on any number of cores, or one depth and the updates of one core.
@@ -101,10 +111,10 @@ class StepTimes:
         if own:
             return _line(own, accumulating)
         if cores == 1:
-            return accumulating, accumulating
+            return Times(accumulating, accumulating)
         lines = [_line(points, accumulating) for points in of_cores.values()]
         overhead = float(np.interp(cores, list(of_cores), [updating - a for a, updating in lines]))
-        return accumulating, accumulating + overhead
+        return Times(accumulating, accumulating + overhead)
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -137,14 +147,12 @@ class StepTimes:
         ]
         return {"rows": rows, "num": self._num, "overheads": list(self._overheads)}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, cores: int) -> None:
-        """Restore the times; a state of earlier versions has those of one number of `cores`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.clear()
-        self._num = state.get("num", 0)
-        self._overheads.extend(state.get("overheads", ()))
-        old = ([cores, int(depth), 0, None, found] for depth, found in state.get("seconds", {}).items())
-        for number, depth, at, median, found in state.get("rows", old):
-            timed = self._of.setdefault(number, {})[depth] = _Timed(median=median, at=at)
+        self._num = state["num"]
+        self._overheads.extend(state["overheads"])
+        for cores, depth, at, median, found in state["rows"]:
+            timed = self._of.setdefault(cores, {})[depth] = _Timed(median=median, at=at)
             for seconds in found:
                 timed.append(seconds)
 
@@ -167,12 +175,12 @@ def _slope(of_cores: Iterable[Sequence[_Point]]) -> float | None:
     return max(product / square, 0.0) if square else None
 
 
-def _line(points: Sequence[_Point], accumulating: float = 0.0) -> tuple[float, float]:
+def _line(points: Sequence[_Point], accumulating: float = 0.0) -> Times:
     """a and u of the line through the points; of that with the slope a through a single one."""
     mean_depth, mean_seconds = _means(points)
     slope = _slope([points])
     accumulating = min(accumulating, mean_seconds / mean_depth) if slope is None else slope
-    return accumulating, max(mean_seconds - (mean_depth - 1) * accumulating, accumulating)
+    return Times(accumulating, max(mean_seconds - (mean_depth - 1) * accumulating, accumulating))
 
 
 def _means(points: Sequence[_Point]) -> tuple[float, float]:
@@ -262,9 +270,8 @@ class PolicyTiming:
             "is_fresh": self._is_fresh,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, cores: int) -> None:
-        """Restore the result of :meth:`state_dict`, which was saved on so many cores."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.policy.load_state_dict(state["policy"])
-        self.times.load_state_dict(state["times"], cores=cores)
+        self.times.load_state_dict(state["times"])
         self._batch_size, self._num_made = state["batch_size"], state["num_made"]
-        self._largest, self._is_fresh = state.get("largest", 0), state.get("is_fresh", False)
+        self._largest, self._is_fresh = state["largest"], state["is_fresh"]

@@ -17,16 +17,17 @@ from variable_batch_size.cores import devices, signals
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.cores.messages import show
-from variable_batch_size.files import write_text
+from variable_batch_size.files import DECISIONS, EXECUTED, write_text
 from variable_batch_size.optim.attachments import Limit
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.policies.hints import HINTS
+from variable_batch_size.policies.policy import depth_of
 from variable_batch_size.runs import state_file
 from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import JsonLines
-from variable_batch_size.runs.store import ASSIGNED, DECISIONS, EXECUTED, CheckpointStore, ExecutedTrace, Format
+from variable_batch_size.runs.store import ASSIGNED, CheckpointStore, ExecutedTrace, Format
 from variable_batch_size.schedules.policy_schedule import PolicySchedule
 from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 
@@ -77,11 +78,11 @@ class RankCoordinator:
         now = time.monotonic()
         save_due = self.every_seconds is not None and now - self._saved_at >= self.every_seconds
         if self._communicator.num_replicas == 1:
-            return CheckpointSignal(save_due, signals.was_told())
+            return CheckpointSignal(save_due, signals.is_stop_requested())
         is_first = self._communicator.rank == 0
         per_poll = self._minibatches * _POLL_SECONDS / max(now - self._polled_at, 1e-9)
         poll_after = round(min(max(per_poll, 1), _MAX_MINIBATCHES_BETWEEN_POLLS))
-        numbers = [is_first * save_due, signals.was_told(), is_first * poll_after]
+        numbers = [is_first * save_due, signals.is_stop_requested(), is_first * poll_after]
         num_due, num_stops, self._poll_after = self.all_reduce(numbers)
         self._minibatches, self._polled_at = 0, time.monotonic()
         return CheckpointSignal(num_due > 0, num_stops > 0)
@@ -269,8 +270,9 @@ class Checkpoint:
         if self._sampler.num_to_run is not None:  # epochs() saves the end of the run, after what the loop body does
             return
         is_due = self.every_steps is not None and optimizer.steps_done % self.every_steps == 0
-        at_once = self._sampler.schedule.minibatch_size_of(optimizer.batch_size) * self._sampler.num_replicas
-        signal = self._coordinator.after_minibatches(-(-optimizer.batch_size // at_once))
+        schedule, size = self._sampler.schedule, optimizer.batch_size
+        depth = depth_of(size, schedule.minibatch_size_of(size), schedule.num_replicas)
+        signal = self._coordinator.after_minibatches(depth)
         if is_due or signal.save_due or signal.stop_requested:
             self.save()
         if signal.stop_requested:
@@ -418,7 +420,7 @@ class Checkpoint:
         self.wait()
         # on all ranks: one that exits early may get the others killed, rank 0 as it writes
         (interrupts,) = self._coordinator.all_reduce([signals.was_interrupted()])
-        signals.obey(is_exiting=not interrupts)
+        signals.acknowledge(is_exiting=not interrupts)
         if self._communicator.rank == 0:
             saved = "" if self.directory is None else f", saved in {self.directory}"
             logger.warning("stop requested: ended after %d steps%s", self._optimizer.steps_done, saved)

@@ -139,15 +139,12 @@ class RunLock:
 
 
 def is_alive(lock: str, *, seconds_since_renewal: float, is_remote: bool) -> bool:
-    """Whether the run of a lock file with this text goes on: by its process on this machine, elsewhere by renewals."""
+    """Whether the run of a lock file with this text is alive: by its process on this machine, elsewhere by renewals."""
     try:
         owner = json.loads(lock)
-        is_here = owner["machine"] == _machine()
-        return (
-            owner["started"] == _started(owner["process"])
-            if is_here
-            else (seconds_since_renewal < _SECONDS_UNTIL_ABANDONED["URL" if is_remote else "directory"])
-        )
+        if owner["machine"] == _machine():
+            return bool(owner["started"] == _started(owner["process"]))
+        return seconds_since_renewal < _SECONDS_UNTIL_ABANDONED["URL" if is_remote else "directory"]
     except (ValueError, TypeError, KeyError):  # truncated when its machine failed
         return False
 

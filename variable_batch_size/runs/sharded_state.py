@@ -16,10 +16,17 @@ from torch.optim import Optimizer
 
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator, Group, group_of, is_running, ranks_of
-from variable_batch_size.cores.dtensor import from_local_like, is_dtensor, is_spread, shard_from_full, to_local, whole
+from variable_batch_size.cores.dtensor import (
+    from_local_like,
+    full_tensor,
+    is_distributed,
+    is_dtensor,
+    shard_from_full,
+    to_local,
+)
 from variable_batch_size.files import TEMPORARY, sync
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
-from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
+from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of, parameters_of
 from variable_batch_size.optim.wrappers import is_zero
 from variable_batch_size.runs import state_file
 from variable_batch_size.runs.state_file import tree_map
@@ -30,7 +37,7 @@ _PLACE = "variable_batch_size place"  # the key of the placeholder for a sharded
 
 def full_state(model: torch.nn.Module, optimizer: CustomOptimizer, *, is_first: bool) -> dict[str, Any]:
     """The state of both with full tensors on the first rank, empty on the others. Every rank must call it to gather."""
-    if not is_first and not any(map(is_spread, [*model.parameters(), *optimizer.parameters()])):
+    if not is_first and not any(map(is_distributed, [*model.parameters(), *optimizer.parameters()])):
         _consolidate(optimizer)
         return {}
     return _gathered(local_state(model, optimizer), is_first=is_first)
@@ -39,7 +46,7 @@ def full_state(model: torch.nn.Module, optimizer: CustomOptimizer, *, is_first: 
 def full_optimizer_state(optimizer: CustomOptimizer) -> dict[str, Any]:
     """The state of an optimizer. If it is sharded, every rank must call it: full on the first, empty on the others."""
     state = _optimizer_state(optimizer)
-    if not any(map(is_spread, optimizer.parameters())):
+    if not any(map(is_distributed, optimizer.parameters())):
         return state
     return _gathered(state, is_first=optimizer.sampler.rank == 0)
 
@@ -52,9 +59,9 @@ def load_full_optimizer_state(optimizer: CustomOptimizer, state: Mapping[str, An
 
 def _gathered(state: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
     def full(part: Any, _: str) -> Any:
-        if not isinstance(part, torch.Tensor) or not is_spread(part):
+        if not isinstance(part, torch.Tensor) or not is_distributed(part):
             return part
-        found = whole(part.detach())
+        found = full_tensor(part.detach())
         return found.cpu() if is_first else None
 
     state = tree_map(state, full)
@@ -140,7 +147,7 @@ def map_params(inner: Optimizer, state: Mapping[str, Any], change: Callable[...,
 def _numbered_params(inner: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
     """The parameters of an optimizer, with their numbers in a state of it."""
     numbers = (number for group in state["param_groups"] for number in group["params"])
-    return zip(numbers, (p for group in inner.param_groups for p in group["params"]), strict=False)
+    return zip(numbers, parameters_of(inner), strict=False)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -14,6 +14,7 @@ import torch
 from variable_batch_size.checks import check_one_of
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.files import DECISIONS, EXECUTED
 from variable_batch_size.optim.lr_scheduler import Stateful, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import sharded_state, state_file
@@ -27,8 +28,7 @@ from variable_batch_size.urls import is_url, local_path
 logger = logging.getLogger(__name__)
 
 Format = Literal["file", "sharded"]
-# files that grow next to the checkpoints
-EXECUTED, DECISIONS, ASSIGNED = "executed.csv", "decisions.jsonl", "assigned.csv"
+ASSIGNED = "assigned.csv"  # like EXECUTED, with the cores of each step
 
 
 class HostStaging:

@@ -9,15 +9,15 @@ import numpy as np
 from typing_extensions import Unpack
 
 from variable_batch_size.checks import check_positive_number
-from variable_batch_size.schedules.schedule import BaseSchedule, Integers, Layout, ScheduleHistory
+from variable_batch_size.schedules.schedule import BaseSchedule, Integers, Layout, ScheduleHistory, run_lengths
 from variable_batch_size.traces.trace import Trace
 
-_ENDLESS = 2**62  # the end of an epoch that nobody knows yet
+_ENDLESS = 2**62  # the end of an epoch, while that is not known
 
 
 @dataclass(frozen=True)
 class OpenSteps:
-    """In the place of a trace: a step ends when every core has said so, after any number of minibatches on each.
+    """In the place of a trace: a step ends when every core has ended its part, after any number of minibatches.
 
         sampler = vbs.CustomSampler(prompts, vbs.OpenSteps(), minibatch_size=4)
         optimizer = vbs.Optimizer(inner, sampler, rule="linear", ref_batchsize=64, model=model)
@@ -122,8 +122,7 @@ class OpenSchedule(BaseSchedule):
     def past(self, epoch: int, first_step: int) -> ScheduleHistory:
         starts = [*self._starts, *[len(self._rows)] * (epoch + 1 - len(self._starts))][: epoch + 1]
         rows = np.array(self._rows[: starts[-1] + first_step], dtype=np.int64)
-        changes = np.flatnonzero(np.diff(rows, prepend=0))
-        return ScheduleHistory(rows[changes], np.diff(changes, append=len(rows)), tuple(starts), has_ended=False)
+        return ScheduleHistory(*run_lengths(rows), tuple(starts), has_ended=False)
 
     def after(self, past: ScheduleHistory) -> "OpenSchedule":
         """This schedule, with the rows of the history, each of which has read its samples unless a state is loaded."""

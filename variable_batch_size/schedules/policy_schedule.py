@@ -8,7 +8,7 @@ import numpy as np
 from typing_extensions import Unpack
 
 from variable_batch_size.policies.policy import Policy
-from variable_batch_size.schedules.schedule import BaseSchedule, Integers, Layout, ScheduleHistory
+from variable_batch_size.schedules.schedule import BaseSchedule, Integers, Layout, ScheduleHistory, run_lengths
 from variable_batch_size.traces.trace import Trace
 
 
@@ -116,8 +116,7 @@ class PolicySchedule(BaseSchedule):
         opened = [min(start, self.num_done) for start in self._starts[: epoch + 1]]
         starts = (*opened, *[self.num_done] * (epoch + 1 - len(opened)))
         rows = np.array(self._rows[: starts[-1] + first_step], dtype=np.int64)
-        changes = np.flatnonzero(np.diff(rows, prepend=0))
-        return ScheduleHistory(rows[changes], np.diff(changes, append=len(rows)), starts, has_ended=False)
+        return ScheduleHistory(*run_lengths(rows), starts, has_ended=False)
 
     def after(self, past: ScheduleHistory) -> "PolicySchedule":
         """This schedule, with its rows replaced by those of the history; later rows are decided by the policy."""

@@ -41,6 +41,12 @@ class ScheduleHistory(NamedTuple):
         return np.repeat(self.sizes, self.counts)
 
 
+def run_lengths(rows: Integers) -> tuple[Integers, Integers]:
+    """Run-length encoding of batch sizes: the sizes, and the number of consecutive rows with each."""
+    changes = np.flatnonzero(np.diff(rows, prepend=0))
+    return rows[changes], np.diff(changes, append=len(rows))
+
+
 class Minibatches(NamedTuple):
     """Minibatches of the same size."""
 
@@ -325,7 +331,7 @@ class Schedule(BaseSchedule):
 
     @staticmethod
     def fingerprint(trace: Trace) -> str:
-        """What tells a trace from others."""
+        """Distinguishes a trace from others."""
         if trace.is_endless:
             return f"always {trace[0]}"
         digest = hashlib.sha256(trace.sizes.astype("<i8").tobytes()).hexdigest()
@@ -439,14 +445,12 @@ class Schedule(BaseSchedule):
         return ScheduleHistory(*self._runs(num_rows), starts, has_ended)
 
     def _runs(self, num_steps: int) -> tuple[Integers, Integers]:
-        """Run-length encoding of the first steps: batch sizes, and number of consecutive steps with each."""
+        """Run-length encoding of the first steps, without a row for each step that `on_end` holds."""
         num_held = max(0, num_steps - len(self._rows)) if self.on_end == "hold" else 0
-        sizes = self._batch_sizes(range(num_steps - num_held))
-        changes = np.flatnonzero(np.diff(sizes, prepend=0))
-        counts = np.diff(changes, append=len(sizes))
+        sizes, counts = run_lengths(self._batch_sizes(range(num_steps - num_held)))
         if num_held:
             counts[-1] += num_held
-        return sizes[changes], counts
+        return sizes, counts
 
     def after(self, past: ScheduleHistory) -> "Schedule":
         """The schedule whose first steps are those of the history and whose step r is row r of this trace otherwise.

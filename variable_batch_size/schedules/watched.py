@@ -1,4 +1,4 @@
-"""WatchedSchedule: the schedule of a trace whose later rows may be replaced while the run goes on."""
+"""WatchedSchedule: the schedule of a trace whose later rows may be replaced during the run."""
 
 import logging
 import os

@@ -15,6 +15,7 @@ from variable_batch_size.optim.gradients.fsdp import FSDPAccumulator
 from variable_batch_size.optim.gradients.traced import TracedAccumulator
 from variable_batch_size.optim.norm_layers import MEASURES, make_norm_layers
 from variable_batch_size.optim.own_norms import OWN_NORM, make_own_norms
+from variable_batch_size.optim.proxy import parameters_of
 from variable_batch_size.optim.wrappers import Wrappers
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.schedule import require_equal_minibatches
@@ -34,16 +35,18 @@ def make_accumulator(
     **options: Any,
 ) -> GradientAccumulator:
     """The accumulator of an optimizer; further options are those of every :class:`GradientAccumulator`."""
-    options |= _measuring(
-        measure_noise,
-        inner,
-        communicator,
-        sampler=sampler,
-        wrappers=wrappers,
-        rule=rule,
-        exact=exact,
-        is_view=gradient_as_bucket_view,
-    )
+    parameters = parameters_of(inner)
+    if not isinstance(measure_noise, bool):
+        check_one_of((MEASURES, OWN_NORM), measure_noise=measure_noise)
+    of_run: Any = {"rule": rule, "exact": exact}
+    if measure_noise == OWN_NORM:
+        of_run |= {"is_view": gradient_as_bucket_view, "population": sampler.population}
+        options["own_norms"] = make_own_norms(inner, communicator, **of_run)
+    else:
+        options["measures"] = rule.measures_noise or bool(measure_noise)
+    if measure_noise == MEASURES:
+        of_run |= {"sampler": sampler, "is_one_program": communicator.is_one_program}
+        options["norm_layers"] = make_norm_layers(wrappers.model, parameters, **of_run)
     options["sums_gradients"] = rule.sums_gradients
     if gradient_as_bucket_view and exact:
         raise ValueError("`gradient_as_bucket_view` must be False with `exact`, which rounds each minibatch's gradient")
@@ -56,7 +59,6 @@ def make_accumulator(
         raise ValueError(f"`lockstep` of the sampler must be False {where}: {reason}")
     if exact and xla.is_spmd():
         raise ValueError("`exact` must be False in XLA's SPMD mode, where several devices sum within each minibatch")
-    parameters = [p for group in inner.param_groups for p in group["params"]]
     if exact and parameters[0].device.type == "tpu":
         raise ValueError("`exact` must be False on TorchTPU: it sums in float64, which a TPU only emulates")
     if exact and parameters[0].device.type == "xla" and not xla.has_fixed_threads():
@@ -89,29 +91,3 @@ def make_accumulator(
         advice = 'Pass it the other dimension of the mesh, as process_group=mesh["data"]'
         raise ValueError(f"{problem}. {advice}; or pass `model`, if gc.freeze() hides its fully_shard.")
     return BucketAccumulator(inner, communicator, **options)
-
-
-def _measuring(
-    measure_noise: bool | str,
-    inner: Optimizer,
-    communicator: Communicator,
-    *,
-    sampler: MinibatchSource,
-    wrappers: Wrappers,
-    rule: Rule,
-    exact: bool,
-    is_view: bool,
-) -> dict[str, Any]:
-    """What an accumulator measures."""
-    if not isinstance(measure_noise, bool):
-        check_one_of((MEASURES, OWN_NORM), measure_noise=measure_noise)
-    of_run: Any = {"rule": rule, "exact": exact}
-    if measure_noise == OWN_NORM:
-        of_run |= {"is_view": is_view, "population": sampler.population}
-        return {"own_norms": make_own_norms(inner, communicator, **of_run)}
-    layers = None
-    if measure_noise == MEASURES:
-        parameters = (p for group in inner.param_groups for p in group["params"])
-        of_run |= {"sampler": sampler, "is_one_program": communicator.is_one_program}
-        layers = make_norm_layers(wrappers.model, parameters, **of_run)
-    return {"measures": rule.measures_noise or bool(measure_noise), "norm_layers": layers}

@@ -237,7 +237,7 @@ class BucketAccumulator(GradientAccumulator):
             self._fixed_point.restore_sums(of_rungs, buckets)
 
     def drop_sums(self) -> None:
-        """Let this rank's minibatches of the step not count."""
+        """Leave this rank's minibatches out of the step."""
         (self._wide or self._buckets).zero_()
         self._is_present = [False] * len(self._is_present)
         self._weight = self._num_weighted = 0.0

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
 from variable_batch_size.optim.gradients.norms import is_finite
+from variable_batch_size.optim.proxy import parameters_of
 from variable_batch_size.optim.token_weights import Weight
 
 HEADROOM = 12  # powers of two by which a gradient may differ from the previous step's mean in the same unit
@@ -93,7 +94,7 @@ class _FixedPoint:
         self._inner, self.scale = inner, FixedPointScale()
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return [p for group in self._inner.param_groups for p in group["params"]]
+        return parameters_of(self._inner)
 
     def check_num_minibatches(self, number: int) -> None:
         if number > (limit := self._max_minibatches):
@@ -261,7 +262,7 @@ class FixedPoint64(_FixedPoint):
                 flat.copy_(copy)
 
     def drop_sums(self) -> None:
-        """Let this rank's minibatches not count. Its buckets are zeroed by the accumulator."""
+        """Leave this rank's minibatches out of the step. The accumulator zeroes its buckets."""
         self._rungs, self._parts = {}, None if self._parts is None else torch.zeros_like(self._parts)
 
     def reset(self) -> None:

@@ -76,7 +76,7 @@ class TracedAccumulator(GradientAccumulator):
         self._sums |= {p: self._sums[p].to(_sum_dtype(p)) for p in converted}
         new = [p for p in trainable if p not in self._sums]
         # made on the host: zeros made on the device would be a graph of their own
-        self._sums |= {p: xla.placed_like(p, torch.zeros(p.shape, dtype=_sum_dtype(p))) for p in new}
+        self._sums |= {p: xla.to_device_like(p, torch.zeros(p.shape, dtype=_sum_dtype(p))) for p in new}
         if new:
             self.check_presence()
             self._agreed = self._deviations = None
@@ -95,7 +95,7 @@ class TracedAccumulator(GradientAccumulator):
         """Of parameters without a divisor: new ones, and all when a run starts over. True if some are new."""
         known = self.divisors
         new = [] if known is None else [p for p in parameters if p not in known and p not in self._infinities]
-        self._infinities |= {p: xla.placed_like(p, torch.full(p.shape, torch.inf)) for p in new}
+        self._infinities |= {p: xla.to_device_like(p, torch.full(p.shape, torch.inf)) for p in new}
         return bool(new)
 
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
