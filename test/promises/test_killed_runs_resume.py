@@ -45,7 +45,7 @@ def test_repeatedly_killed_workers_end_with_the_same_weights(on_cores, tmp_path,
     whole = Settings(repeats=2 if kills > 1 else 1, num_unused=UNUSED, every_steps=10_000)
     preserve_rng = on_cores(2, stoppable_run.run, tmp_path / "whole", whole)
     settings = dataclasses.replace(whole, seconds_per_minibatch=0.02, every_steps=2)
-    session = SessionProcess(killed, settings, launcher="torchrun", cores=2, restarts=kills)
+    session = SessionProcess(killed, settings, launcher="forked torchrun", cores=2, restarts=kills)
     rng = random.Random(0)
     for attempt in range(kills):
         session.wait_for_steps(name=attempt)
@@ -108,7 +108,7 @@ def test_sigterm_to_the_process_group_saves_and_leaves_no_process(tmp_path, laun
 
 @pytest.mark.parametrize(("to_group", "num_workers"), [(False, 0), (True, 2)])
 def test_sigterm_to_torchrun_saves(tmp_path, to_group, num_workers):
-    session = SessionProcess(Place(tmp_path), with_workers(num_workers), launcher="torchrun", cores=2)
+    session = SessionProcess(Place(tmp_path), with_workers(num_workers), launcher="forked torchrun", cores=2)
     session.wait_for_steps(3)
     (session.signal_group if to_group else session.signal)(signal.SIGTERM)
     session.finish()  # with torchrun's own exit code

@@ -147,7 +147,8 @@ def _refuse(processes, work):
 def as_in_a_new_process():
     """Reset inherited state that a new process would not have."""
     warnings.resetwarnings()  # warnings are errors in tests
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # those of torchrun's agent
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
     np.random.seed()

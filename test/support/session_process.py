@@ -10,10 +10,13 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from unittest.mock import patch
 
 import forked
 import stoppable_run
 import torch
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 SCRIPT = Path(stoppable_run.__file__)
 MARK = "STOPPABLE_RUN"  # an environment variable that identifies all processes of a session
@@ -47,7 +50,7 @@ class SessionProcess:
         place: of the run.
         settings: of the run.
         launcher: "alone", "forked" for the same without importing torch again, "launch" for ``vbs.launch``, which also
-            forks its processes, or "torchrun".
+            forks its processes, "torchrun", or "forked torchrun", whose agent and cores do not import torch again.
         cores: how many.
         backend: of the launch.
         restarts: the number of restarts of torchrun.
@@ -69,11 +72,12 @@ class SessionProcess:
         ]
         # into a file: a pipe without a reader would fill up after some tracebacks, and block its writers
         with open(self._output, "w") as output:
-            if launcher in ("forked", "launch"):
-                self._process = Forked(script, output, self._environment())
+            if launcher not in ("alone", "torchrun"):
+                flags = _torchrun_flags(cores, restarts) if launcher == "forked torchrun" else None
+                self._process = Forked(script, output.fileno(), self._environment(), flags)
                 return
             self._process = subprocess.Popen(
-                [*(_torchrun(cores, restarts) if launcher == "torchrun" else [sys.executable]), *script],
+                [sys.executable, *(_torchrun(cores, restarts) if launcher == "torchrun" else []), *script],
                 env=self._environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -166,22 +170,33 @@ class SessionProcess:
 
 
 class Forked:
-    """A forked process that runs the script, with the interface of `subprocess`."""
+    """A forked process that runs the script, with the interface of `subprocess`.
 
-    def __init__(self, script, output, environment):
-        arguments = (script, output.fileno(), environment)
+    Args:
+        script: the command without the interpreter.
+        output: the number of the file for its output.
+        environment: its variables.
+        torchrun: flags of torchrun, for an agent that forks its cores where it would start an interpreter.
+    """
+
+    def __init__(self, script, output, environment, torchrun=None):
+        arguments = (script, output, environment, torchrun)
         self._process = multiprocessing.get_context("fork").Process(target=self._run, args=arguments)
         self._process.start()
         self.pid = self._process.pid
 
     @staticmethod
-    def _run(script, output, environment):
+    def _run(script, output, environment, torchrun):
         os.setsid()
         os.environ.update(environment)  # for the cores that it starts
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.argv = script
         forked.as_in_a_new_process()
+        if torchrun is not None:
+            with patch.object(subprocess_handler, "Popen", _fork):
+                run.main([*torchrun, *script])
+            return
         with forked.launches():
             stoppable_run.main()
 
@@ -199,6 +214,15 @@ class Forked:
             os.kill(self.pid, number)
 
 
+def _fork(args, env, stdout, stderr, start_new_session):
+    """A core of torchrun's agent, which passes the interpreter, its flag -u, and the script."""
+    assert (args[1], stdout, stderr, start_new_session) == ("-u", None, None, True)
+    return Forked(list(args[2:]), 1, env)
+
+
 def _torchrun(cores, restarts):
-    flags = ["--standalone", f"--nproc-per-node={cores}", f"--max-restarts={restarts}"]
-    return [sys.executable, "-m", "torch.distributed.run", *flags]
+    return ["-m", "torch.distributed.run", *_torchrun_flags(cores, restarts)]
+
+
+def _torchrun_flags(cores, restarts):
+    return ["--standalone", f"--nproc-per-node={cores}", f"--max-restarts={restarts}"]
