@@ -11,11 +11,13 @@ import warnings
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import CompletedProcess, TimeoutExpired
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch.distributed import run as torchrun_program
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 launching = import_module("variable_batch_size.cores.launch")
 
@@ -78,6 +80,58 @@ def start_script(path, *arguments, folder, environment=None):
     """Start a file as a script with these arguments; returns a `Program`."""
     texts = [str(argument) for argument in arguments]
     return Program(_run_script, str(path), texts, folder=folder, environment=environment)
+
+
+class Leader:
+    """A function called in a forked process that leads a session of its own, with the interface of `subprocess`.
+
+    Args:
+        function, args: as for `run`.
+        environment: variables in addition to those of this process.
+        output: the number of a file for its output, if that is not the one of this process.
+    """
+
+    def __init__(self, function, *args, environment, output=None):
+        arguments = (function, args, environment, output)
+        self._process = multiprocessing.get_context("fork").Process(target=_lead, args=arguments)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, seconds=None):
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise TimeoutExpired("a forked process", seconds)
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        if self._process.is_alive():
+            os.kill(self.pid, number)
+
+
+def _lead(function, args, environment, output):
+    os.setsid()
+    os.environ.update(environment)
+    if output is not None:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+    as_in_a_new_process()
+    with launches():
+        function(*args)
+
+
+def torchrun(flags, path, *arguments):
+    """Call torchrun's main function, whose agent forks its processes where it would start an interpreter for each."""
+
+    def fork(args, env, stdout, stderr, start_new_session):
+        _, unbuffered, script, *texts = args
+        assert (unbuffered, stdout, stderr, start_new_session) == ("-u", None, None, True)
+        return Leader(_run_script, script, texts, environment=env)
+
+    with patch.object(subprocess_handler, "Popen", fork):
+        torchrun_program.main([*flags, str(path), *map(str, arguments)])
 
 
 def _run(function, args, folder, environment, files, on_sigint):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,13 +9,10 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from unittest.mock import patch
 
 import forked
 import stoppable_run
 import torch
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 SCRIPT = Path(stoppable_run.__file__)
 MARK = "STOPPABLE_RUN"  # an environment variable that identifies all processes of a session
@@ -73,8 +69,9 @@ class SessionProcess:
         # into a file: a pipe without a reader would fill up after some tracebacks, and block its writers
         with open(self._output, "w") as output:
             if launcher not in ("alone", "torchrun"):
-                flags = _torchrun_flags(cores, restarts) if launcher == "forked torchrun" else None
-                self._process = Forked(script, output.fileno(), self._environment(), flags)
+                work = [forked.torchrun, _torchrun_flags(cores, restarts), *script]
+                work = work if launcher == "forked torchrun" else [_run, script]
+                self._process = forked.Leader(*work, environment=self._environment(), output=output.fileno())
                 return
             self._process = subprocess.Popen(
                 [sys.executable, *(_torchrun(cores, restarts) if launcher == "torchrun" else []), *script],
@@ -169,55 +166,9 @@ class SessionProcess:
         return found
 
 
-class Forked:
-    """A forked process that runs the script, with the interface of `subprocess`.
-
-    Args:
-        script: the command without the interpreter.
-        output: the number of the file for its output.
-        environment: its variables.
-        torchrun: flags of torchrun, for an agent that forks its cores where it would start an interpreter.
-    """
-
-    def __init__(self, script, output, environment, torchrun=None):
-        arguments = (script, output, environment, torchrun)
-        self._process = multiprocessing.get_context("fork").Process(target=self._run, args=arguments)
-        self._process.start()
-        self.pid = self._process.pid
-
-    @staticmethod
-    def _run(script, output, environment, torchrun):
-        os.setsid()
-        os.environ.update(environment)  # for the cores that it starts
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.argv = script
-        forked.as_in_a_new_process()
-        if torchrun is not None:
-            with patch.object(subprocess_handler, "Popen", _fork):
-                run.main([*torchrun, *script])
-            return
-        with forked.launches():
-            stoppable_run.main()
-
-    def poll(self):
-        return self._process.exitcode
-
-    def wait(self, seconds):
-        self._process.join(seconds)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a forked session", seconds)
-        return self._process.exitcode
-
-    def send_signal(self, number):
-        if self._process.is_alive():
-            os.kill(self.pid, number)
-
-
-def _fork(args, env, stdout, stderr, start_new_session):
-    """A core of torchrun's agent, which passes the interpreter, its flag -u, and the script."""
-    assert (args[1], stdout, stderr, start_new_session) == ("-u", None, None, True)
-    return Forked(list(args[2:]), 1, env)
+def _run(arguments):
+    sys.argv = arguments
+    stoppable_run.main()
 
 
 def _torchrun(cores, restarts):
