@@ -185,7 +185,7 @@ def test_ctrl_c_saves_and_leaves_no_process(tmp_path, launcher, cores, num_worke
     session.signal_group(signal.SIGINT)  # as a terminal does
     assert session.finish() == INTERRUPTED[launcher], session.output
     assert 0 < steps_saved(session.place.checkpoints) < NUM_STEPS * settings.repeats
-    if launcher == "alone":  # a forked session logs to the handlers of the tests
+    if launcher == "alone":  # its own interpreter
         assert session.output.count(ANNOUNCED) == 1
         assert session.output.endswith("KeyboardInterrupt\n")
     assert not session.left_behind()
@@ -200,7 +200,7 @@ def test_sigint_to_a_launch_alone_saves(tmp_path):
 
 
 def test_ctrl_c_to_torchrun_saves(tmp_path):
-    session = SessionProcess(Place(tmp_path), with_workers(1), launcher="torchrun", cores=2)
+    session = SessionProcess(Place(tmp_path), with_workers(1), launcher="forked torchrun", cores=2)
     session.wait_for_steps(3)
     session.signal_group(signal.SIGINT)  # the workers have sessions of their own
     session.finish()

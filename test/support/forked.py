@@ -1,5 +1,6 @@
 """Programs in a process forked from this one, which has imported torch and the frameworks; importing takes seconds."""
 
+import logging
 import multiprocessing
 import os
 import random
@@ -117,6 +118,7 @@ def _lead(function, args, environment, output):
     if output is not None:
         os.dup2(output, 1)
         os.dup2(output, 2)
+    _print_to_files()
     as_in_a_new_process()
     with launches():
         function(*args)
@@ -137,14 +139,18 @@ def torchrun(flags, path, *arguments):
 def _run(function, args, folder, environment, files, on_sigint):
     for own, standard in zip(files, (1, 2), strict=True):
         os.dup2(own, standard)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+    _print_to_files()
     os.environ.update(environment)
     os.chdir(folder)
-    warnings.resetwarnings()  # warnings are errors in tests
-    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, on_sigint)):
-        signal.signal(number, handler)
+    _reset_signals_and_messages()
+    signal.signal(signal.SIGINT, on_sigint)
     with launches():
         function(*args)
+
+
+def _print_to_files():
+    """Print to the standard files, where tests have replaced them."""
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
 
 
 def _run_script(path, arguments):
@@ -200,10 +206,16 @@ def _refuse(processes, work):
 
 def as_in_a_new_process():
     """Reset inherited state that a new process would not have."""
-    warnings.resetwarnings()  # warnings are errors in tests
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # those of torchrun's agent
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _reset_signals_and_messages()
     random.seed()
     np.random.seed()
     torch.seed()
+
+
+def _reset_signals_and_messages():
+    warnings.resetwarnings()  # warnings are errors in tests
+    logging.getLogger().handlers.clear()  # those of the tests
+    logging.getLogger().setLevel(logging.WARNING)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # torchrun's agent handles them
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
