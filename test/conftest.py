@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import gc
 import os
 import platform
 from importlib import import_module
@@ -30,6 +31,16 @@ NO_WHEEL = f"torch_xla has no wheel for this processor ({platform.system()} on {
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return division.scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Search for no garbage meanwhile: nearly all that tests import stays, and the search takes two seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,11 +16,10 @@ SCRIPT = Path(__file__).parent / "variable_train_mnist.py"
 NO_DATA = ["--datadir", "there/is/nothing/here"]
 
 
-def run(*flags, launcher=()):
-    """The exit code and output of the script; without a launcher, in a forked process that need not import torch."""
-    if launcher:
-        command = [sys.executable, *launcher, str(SCRIPT), *NO_DATA, *map(str, flags)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(*flags, torchrun=()):
+    """The exit code and output of the script, in a forked process that need not import torch, or under torchrun."""
+    if torchrun:
+        done = forked.run(forked.torchrun, torchrun, SCRIPT, *NO_DATA, *flags, folder=".")
     else:
         done = forked.run_script(SCRIPT, *NO_DATA, *flags, folder=".")
     assert "accuracy" in done.stdout, done.stderr
@@ -73,8 +70,8 @@ def alone(tmp_path_factory):
 
 
 def test_torchrun_equals_one_process(alone, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    check_equal(losses_and_accuracy(tmp_path, "--num_workers", 1, run=partial(run, launcher=launcher)), alone)
+    on_two = partial(run, torchrun=["--standalone", "--nproc-per-node=2"])
+    check_equal(losses_and_accuracy(tmp_path, "--num_workers", 1, run=on_two), alone)
 
 
 @pytest.mark.xla

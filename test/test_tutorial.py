@@ -1,13 +1,11 @@
 """The tutorial: every script runs, and its page shows the differences between them."""
 
 import difflib
-import os
 import re
 import runpy
-import subprocess
-import sys
 from itertools import pairwise
 
+import forked
 import pytest
 from documents import ROOT, blocks
 
@@ -39,9 +37,7 @@ def test_each_script_runs_in_one_process(path, capsys):
 
 
 def test_the_last_script_runs_on_two_cores_and_leaves_its_executed_trace(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = [sys.executable, SCRIPTS[-1]]
-    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = forked.run_script(SCRIPTS[-1], folder=tmp_path)
     assert done.returncode == 0, done.stderr
     check(done.stdout, SCRIPTS[-1])
     assert list(vbs.Trace.read(tmp_path / "runs" / "digits" / "executed.csv"))[-1] == 64

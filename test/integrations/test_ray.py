@@ -16,6 +16,7 @@ SETTINGS = {
     "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "ignore",
     "RAY_AUTH_MODE": "disabled",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process for each group of workers, which nothing here asks
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
@@ -72,7 +73,9 @@ def test_workers_that_join_leave_are_killed_or_preempted_resume_to_the_weights_o
         print(file=looking.stdin, flush=True)
         wait_for("waiting-25")
         cluster.remove_node(node, allow_graceful=False)
-        print(file=looking.stdin, flush=True)
+        while running.poll() is None:  # Ray notices only after a while that the node has left
+            print(file=looking.stdin, flush=True)
+            time.sleep(1)
         output, _ = running.communicate()
     finally:
         running.kill()

@@ -45,7 +45,7 @@ def test_repeatedly_killed_workers_end_with_the_same_weights(on_cores, tmp_path,
     whole = Settings(repeats=2 if kills > 1 else 1, num_unused=UNUSED, every_steps=10_000)
     undisturbed = on_cores(2, stoppable_run.run, tmp_path / "whole", whole)
     settings = dataclasses.replace(whole, seconds_per_minibatch=0.02, every_steps=2)
-    session = SessionProcess(killed, settings, launcher="torchrun", cores=2, restarts=kills)
+    session = SessionProcess(killed, settings, launcher="forked torchrun", cores=2, restarts=kills)
     rng = random.Random(0)
     for attempt in range(kills):
         session.wait_for_steps(name=attempt)
@@ -108,7 +108,7 @@ def test_sigterm_to_the_process_group_saves_and_leaves_no_process(tmp_path, laun
 
 @pytest.mark.parametrize(("to_group", "num_workers"), [(False, 0), (True, 2)])
 def test_sigterm_to_torchrun_saves(tmp_path, to_group, num_workers):
-    session = SessionProcess(Place(tmp_path), with_workers(num_workers), launcher="torchrun", cores=2)
+    session = SessionProcess(Place(tmp_path), with_workers(num_workers), launcher="forked torchrun", cores=2)
     session.wait_for_steps(3)
     (session.signal_group if to_group else session.signal)(signal.SIGTERM)
     session.finish()  # with torchrun's own exit code
@@ -185,7 +185,7 @@ def test_ctrl_c_saves_and_leaves_no_process(tmp_path, launcher, cores, num_worke
     session.signal_group(signal.SIGINT)  # as a terminal does
     assert session.finish() == INTERRUPTED[launcher], session.output
     assert 0 < steps_saved(session.place.checkpoints) < NUM_STEPS * settings.repeats
-    if launcher == "alone":  # a forked session logs to the handlers of the tests
+    if launcher == "alone":  # its own interpreter
         assert session.output.count(ANNOUNCED) == 1
         assert session.output.endswith("KeyboardInterrupt\n")
     assert not session.left_behind()
@@ -200,7 +200,7 @@ def test_sigint_to_a_launch_alone_saves(tmp_path):
 
 
 def test_ctrl_c_to_torchrun_saves(tmp_path):
-    session = SessionProcess(Place(tmp_path), with_workers(1), launcher="torchrun", cores=2)
+    session = SessionProcess(Place(tmp_path), with_workers(1), launcher="forked torchrun", cores=2)
     session.wait_for_steps(3)
     session.signal_group(signal.SIGINT)  # the workers have sessions of their own
     session.finish()

@@ -6,10 +6,9 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -144,10 +143,8 @@ if __name__ == "__main__":
 
 def test_resuming_is_shown_once_with_and_without_a_configuration_of_logging(tmp_path):
     (tmp_path / "script.py").write_text(RESUMED)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
+    done = forked.run_script(tmp_path / "script.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "[Gloo]" not in line and "with changed settings" not in line]
     end = "resumed from runs/a/step-000000004.pt: epoch 2, step 4"
     assert lines == [

@@ -1,5 +1,6 @@
 """Programs in a process forked from this one, which has imported torch and the frameworks; importing takes seconds."""
 
+import logging
 import multiprocessing
 import os
 import random
@@ -11,11 +12,13 @@ import warnings
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import CompletedProcess, TimeoutExpired
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch.distributed import run as torchrun_program
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 launching = import_module("variable_batch_size.cores.launch")
 
@@ -80,17 +83,74 @@ def start_script(path, *arguments, folder, environment=None):
     return Program(_run_script, str(path), texts, folder=folder, environment=environment)
 
 
+class Leader:
+    """A function called in a forked process that leads a session of its own, with the interface of `subprocess`.
+
+    Args:
+        function, args: as for `run`.
+        environment: variables in addition to those of this process.
+        output: the number of a file for its output, if that is not the one of this process.
+    """
+
+    def __init__(self, function, *args, environment, output=None):
+        arguments = (function, args, environment, output)
+        self._process = multiprocessing.get_context("fork").Process(target=_lead, args=arguments)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, seconds=None):
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise TimeoutExpired("a forked process", seconds)
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        if self._process.is_alive():
+            os.kill(self.pid, number)
+
+
+def _lead(function, args, environment, output):
+    os.setsid()
+    os.environ.update(environment)
+    if output is not None:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+    _print_to_files()
+    as_in_a_new_process()
+    with launches():
+        function(*args)
+
+
+def torchrun(flags, path, *arguments):
+    """Call torchrun's main function, whose agent forks its processes where it would start an interpreter for each."""
+
+    def fork(args, env, stdout, stderr, start_new_session):
+        _, unbuffered, script, *texts = args
+        assert (unbuffered, stdout, stderr, start_new_session) == ("-u", None, None, True)
+        return Leader(_run_script, script, texts, environment=env)
+
+    with patch.object(subprocess_handler, "Popen", fork):
+        torchrun_program.main([*flags, str(path), *map(str, arguments)])
+
+
 def _run(function, args, folder, environment, files, on_sigint):
     for own, standard in zip(files, (1, 2), strict=True):
         os.dup2(own, standard)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+    _print_to_files()
     os.environ.update(environment)
     os.chdir(folder)
-    warnings.resetwarnings()  # warnings are errors in tests
-    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, on_sigint)):
-        signal.signal(number, handler)
+    _reset_signals_and_messages()
+    signal.signal(signal.SIGINT, on_sigint)
     with launches():
         function(*args)
+
+
+def _print_to_files():
+    """Print to the standard files, where tests have replaced them."""
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
 
 
 def _run_script(path, arguments):
@@ -146,9 +206,16 @@ def _refuse(processes, work):
 
 def as_in_a_new_process():
     """Reset inherited state that a new process would not have."""
-    warnings.resetwarnings()  # warnings are errors in tests
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _reset_signals_and_messages()
     random.seed()
     np.random.seed()
     torch.seed()
+
+
+def _reset_signals_and_messages():
+    warnings.resetwarnings()  # warnings are errors in tests
+    logging.getLogger().handlers.clear()  # those of the tests
+    logging.getLogger().setLevel(logging.WARNING)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # torchrun's agent handles them
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)

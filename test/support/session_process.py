@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -47,7 +46,7 @@ class SessionProcess:
         place: of the run.
         settings: of the run.
         launcher: "alone", "forked" for the same without importing torch again, "launch" for ``vbs.launch``, which also
-            forks its processes, or "torchrun".
+            forks its processes, "torchrun", or "forked torchrun", whose agent and cores do not import torch again.
         cores: how many.
         backend: of the launch.
         restarts: the number of restarts of torchrun.
@@ -69,11 +68,13 @@ class SessionProcess:
         ]
         # into a file: a pipe without a reader would fill up after some tracebacks, and block its writers
         with open(self._output, "w") as output:
-            if launcher in ("forked", "launch"):
-                self._process = Forked(script, output, self._environment())
+            if launcher not in ("alone", "torchrun"):
+                work = [forked.torchrun, _torchrun_flags(cores, restarts), *script]
+                work = work if launcher == "forked torchrun" else [_run, script]
+                self._process = forked.Leader(*work, environment=self._environment(), output=output.fileno())
                 return
             self._process = subprocess.Popen(
-                [*(_torchrun(cores, restarts) if launcher == "torchrun" else [sys.executable]), *script],
+                [sys.executable, *(_torchrun(cores, restarts) if launcher == "torchrun" else []), *script],
                 env=self._environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -165,40 +166,14 @@ class SessionProcess:
         return found
 
 
-class Forked:
-    """A forked process that runs the script, with the interface of `subprocess`."""
-
-    def __init__(self, script, output, environment):
-        arguments = (script, output.fileno(), environment)
-        self._process = multiprocessing.get_context("fork").Process(target=self._run, args=arguments)
-        self._process.start()
-        self.pid = self._process.pid
-
-    @staticmethod
-    def _run(script, output, environment):
-        os.setsid()
-        os.environ.update(environment)  # for the cores that it starts
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.argv = script
-        forked.as_in_a_new_process()
-        with forked.launches():
-            stoppable_run.main()
-
-    def poll(self):
-        return self._process.exitcode
-
-    def wait(self, seconds):
-        self._process.join(seconds)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a forked session", seconds)
-        return self._process.exitcode
-
-    def send_signal(self, number):
-        if self._process.is_alive():
-            os.kill(self.pid, number)
+def _run(arguments):
+    sys.argv = arguments
+    stoppable_run.main()
 
 
 def _torchrun(cores, restarts):
-    flags = ["--standalone", f"--nproc-per-node={cores}", f"--max-restarts={restarts}"]
-    return [sys.executable, "-m", "torch.distributed.run", *flags]
+    return ["-m", "torch.distributed.run", *_torchrun_flags(cores, restarts)]
+
+
+def _torchrun_flags(cores, restarts):
+    return ["--standalone", f"--nproc-per-node={cores}", f"--max-restarts={restarts}"]
