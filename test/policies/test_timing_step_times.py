@@ -43,7 +43,7 @@ def test_one_depth_is_enough_on_one_core_that_times_its_updates():
     times.add(1, 1, 4.0, 3.0)
     assert times.seconds(1) == times.seconds(2) == (1.0, 4.0)  # of two cores, before these are timed
     again = StepTimes()
-    again.load_state_dict(times.state_dict())
+    again.load_state_dict(times.state_dict(), cores=1)
     assert again.seconds(1) == (1.0, 4.0)
     add(again, 3, 7.0, cores=1)  # a line through two depths is that of whole steps
     assert again.seconds(1) == (1.5, 4.0)
@@ -65,7 +65,7 @@ def test_update_that_is_not_a_part_of_its_step_tells_nothing(update):
     for _ in range(5):
         times.add(1, 1, 4.0, update)
     assert times.seconds(1) is None  # not that accumulating takes no time
-    times.load_state_dict({**times.state_dict(), "overheads": [9.0] * 5})
+    times.load_state_dict({**times.state_dict(), "overheads": [9.0] * 5}, cores=1)
     assert times.seconds(1) is None
 
 
@@ -100,13 +100,20 @@ def test_times_are_not_negative_and_an_update_is_not_faster_than_a_minibatch():
 def test_times_are_saved_and_cleared():
     times, other = times_of({1: [4.0] * 5, 2: [5.0] * 5}), StepTimes()
     add(times, 3, 2.0, cores=1)
-    other.load_state_dict(times.state_dict())
+    other.load_state_dict(times.state_dict(), cores=7)
     assert other.state_dict() == times.state_dict()
     assert other.seconds(CORES) == (1.0, 4.0)
     assert other.depths(1) == (3,)
     other.clear()
     assert other.seconds(CORES) is None
     assert other.depths(CORES) == ()
+
+
+def test_times_that_earlier_versions_saved_are_those_of_the_cores_then():
+    times = StepTimes()
+    times.load_state_dict({"seconds": {1: [4.0] * 5, 2: [5.0] * 5}, "before": [3.0, 7.0]}, cores=2)
+    assert times.seconds(2) == (1.0, 4.0)
+    assert times.depths(3) == ()
 
 
 def test_times_are_kept_for_each_number_of_cores():
@@ -215,7 +222,7 @@ def test_another_speed_is_noticed_at_a_depth_that_was_not_timed_before():
 
 def test_times_after_a_resume_on_faster_machines_replace_the_saved_ones():
     times = StepTimes()
-    times.load_state_dict(times_of({1: [4.0] * 40, 5: [8.0] * 40}).state_dict())
+    times.load_state_dict(times_of({1: [4.0] * 40, 5: [8.0] * 40}).state_dict(), cores=CORES)
     add(times, 5, 0.8)
     assert times.depths(CORES) == (5,)
     add(times, 1, 0.4)
@@ -253,5 +260,5 @@ def test_any_steps_give_times_that_are_possible(steps, repeated):
         found = times.seconds(cores)
         assert found is None or 0 <= found[0] <= found[1] < float("inf")
     other = StepTimes()
-    other.load_state_dict(times.state_dict())
+    other.load_state_dict(times.state_dict(), cores=1)
     assert [other.seconds(cores) for cores in range(1, 7)] == [times.seconds(cores) for cores in range(1, 7)]

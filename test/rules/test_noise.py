@@ -276,7 +276,7 @@ def test_state_without_a_spread_is_loaded():
     meter, other = NoiseMeter(), NoiseMeter()
     meter.observe(Step(64, 16, 32), [Norms(3.0, 2.0)])
     state = meter.state_dict()
-    del state["spread"]  # as in a plan
+    del state["spread"]  # of an earlier version
     other.load_state_dict(state)
     assert other.noise() == meter.noise()
     assert all(map(math.isnan, other.interval()))

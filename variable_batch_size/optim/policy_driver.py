@@ -185,8 +185,8 @@ class PolicyDriver:
             saved = dict(state["schedule"])
             saved["rows"] = saved["rows"].tolist()
             schedule.load_state_dict(saved)
-            self._timing.load_state_dict(state["asking"])
-            self.loss, self._spent = state["loss"], dict(state["spent"])
+            self._timing.load_state_dict(state["asking"], cores=state["cores"])
+            self.loss, self._spent = state["loss"], dict(state.get("spent", {}))
             if (state["cores"], state["minibatch_size"]) == (schedule.num_replicas, schedule.minibatch_size):
                 return
         elif schedule.num_ahead:  # the decisions for a run that begins: the schedule has no steps of the trace

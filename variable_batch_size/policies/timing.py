@@ -147,12 +147,14 @@ class StepTimes:
         ]
         return {"rows": rows, "num": self._num, "overheads": list(self._overheads)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, cores: int) -> None:
+        """Restore the times; a state of earlier versions has those of one number of `cores`."""
         self.clear()
-        self._num = state["num"]
-        self._overheads.extend(state["overheads"])
-        for cores, depth, at, median, found in state["rows"]:
-            timed = self._of.setdefault(cores, {})[depth] = _Timed(median=median, at=at)
+        self._num = state.get("num", 0)
+        self._overheads.extend(state.get("overheads", ()))
+        old = ([cores, int(depth), 0, None, found] for depth, found in state.get("seconds", {}).items())
+        for number, depth, at, median, found in state.get("rows", old):
+            timed = self._of.setdefault(number, {})[depth] = _Timed(median=median, at=at)
             for seconds in found:
                 timed.append(seconds)
 
@@ -270,8 +272,9 @@ class PolicyTiming:
             "is_fresh": self._is_fresh,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, cores: int) -> None:
+        """Restore the result of :meth:`state_dict`, which was saved on so many cores."""
         self.policy.load_state_dict(state["policy"])
-        self.times.load_state_dict(state["times"])
+        self.times.load_state_dict(state["times"], cores=cores)
         self._batch_size, self._num_made = state["batch_size"], state["num_made"]
-        self._largest, self._is_fresh = state["largest"], state["is_fresh"]
+        self._largest, self._is_fresh = state.get("largest", 0), state.get("is_fresh", False)

@@ -566,7 +566,7 @@ class NoiseMeter:
         for average, saved in zip(self.averages, state["averages"], strict=True):
             average.load_state_dict(saved)
         self._spread = NoiseSpread(smoothing=self.smoothing)
-        if "spread" in state:  # not in a state that was made up, as for a plan
+        if "spread" in state:  # not of version 1.0
             self._spread.load_state_dict(state["spread"])
         self.of_samples = SampleNoise(self._new_average) if state.get("of_samples") else None
         if self.of_samples is not None:
