@@ -203,7 +203,7 @@ def test_cores_are_on_as_few_machines_as_possible():
     assert {(4, 2), (2, 1)} == set(seen)
     for unknown in (vbs.planning.Availability.of_recording(counts), vbs.planning.Availability.constant(2)):
         with pytest.raises(
-            ValueError, match=r"no placement: set `cores_per_machine` .--cores-per-machine., to tell how"
+            ValueError, match=r"no placement: set `cores_per_machine` .--cores-per-machine., which determines how"
         ):
             simulate(fixed(128), profile=vbs.planning.Profile(rows), availability=unknown)
     alone = simulate(fixed(128), profile=vbs.planning.Profile(rows), cores=1)  # there is one way to place one core
