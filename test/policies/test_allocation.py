@@ -106,7 +106,7 @@ def test_the_integer_program_finds_what_a_search_finds_and_the_greedy_gap_is_tru
 
     def restart_share(job, cores):
         left = math.inf if job.work is None else job.restart_seconds + job.work / job.speed(cores)
-        return job.restart_seconds / max(job.restart_seconds, min(600.0, left), 1e-9)
+        return job.restart_seconds and job.restart_seconds / max(job.restart_seconds, min(600.0, left))
 
     def value(job, cores):
         fair = job.speed(max(share, job.min_cores))
