@@ -311,6 +311,22 @@ time.sleep(0.2)
     assert fork(INTERRUPTS + code) == (0, ["True", "True", "interrupted", "False", "True"])
 
 
+def test_what_ctrl_c_calls_is_awaited():
+    code = """
+def announce():
+    time.sleep(0.2)
+    print("announced")
+
+with signals.listening(announce):
+    press()
+    signals.acknowledge(is_exiting=False)
+    signals.await_calls()
+    print("saved")
+    signals.await_calls()
+"""
+    assert fork(INTERRUPTS + code) == (0, ["announced", "saved"])
+
+
 def test_ctrl_c_without_a_place_to_save_has_its_usual_effect():
     code = """
 try:

@@ -31,6 +31,7 @@ KeyboardInterrupt, also after a save: shells stop their loops for it, and show 1
 _SECONDS_OF_ONE_REQUEST = 10.0
 _SECONDS_OF_ONE_CTRL_C = 1.0  # the same for SIGINT, where a second one has another effect
 _SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_OF_CALLS = 10.0  # after which what Ctrl-C has called is not awaited any longer
 _SIGTERM = frozenset({signal.SIGTERM})
 _SIGINT = frozenset({signal.SIGINT})
 _CAN_WAIT = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers are not forked either
@@ -44,6 +45,7 @@ _interrupted_at = -float("inf")
 _listeners: list[tuple[int, Callable[[], None] | None]] = []
 _before: Any = signal.SIG_DFL  # the handler before the first listener
 _acknowledged_at = -float("inf")
+_calls: list[Any] = []  # locks that calls of Ctrl-C hold while they run
 _is_shielding = False  # whether workers that this process forks leave SIGTERM to it
 
 
@@ -158,7 +160,23 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     _is_interrupted, _interrupted_at = True, time.monotonic()
     request_stop()
     for call in calls:  # in threads: the handler may have interrupted code that holds a lock of logging
-        _thread.start_new_thread(call, ())
+        is_running = _thread.allocate_lock()
+        is_running.acquire()
+        _calls.append(is_running)
+        _thread.start_new_thread(_run, (call, is_running))
+
+
+def _run(call: Callable[[], None], is_running: Any) -> None:
+    try:
+        call()
+    finally:
+        is_running.release()
+
+
+def await_calls() -> None:
+    """Wait until what Ctrl-C has called has returned, as the end of a process ends its threads."""
+    while _calls:
+        _calls.pop().acquire(timeout=_SECONDS_OF_CALLS)
 
 
 def _was_just_interrupted() -> bool:

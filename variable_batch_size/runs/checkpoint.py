@@ -421,6 +421,7 @@ class Checkpoint:
         # on all ranks: one that exits early may get the others killed, rank 0 as it writes
         (interrupts,) = self._coordinator.all_reduce([signals.was_interrupted()])
         signals.acknowledge(is_exiting=not interrupts)
+        signals.await_calls()
         if self._communicator.rank == 0:
             saved = "" if self.directory is None else f", saved in {self.directory}"
             logger.warning("stop requested: ended after %d steps%s", self._optimizer.steps_done, saved)
