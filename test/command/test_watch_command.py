@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from comparisons import on_sigint
 from watched_runs import line, write_log
 
 from variable_batch_size.command.main import main
@@ -20,7 +21,9 @@ RECORDED = Path(__file__).parents[1] / "planning/forecast_runs/constant"
 def test_it_serves_growing_runs_until_it_is_interrupted(tmp_path):
     first, second = (write_log(tmp_path / name, range(1, 4)) for name in "ab")
     command = [sys.executable, "-m", "variable_batch_size", "watch", str(first), str(second), "--samples", "10M"]
-    with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
+    with on_sigint(signal.default_int_handler):  # also if tests run in the background
+        process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
+    with process:
         try:
             url = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())[0]
 
