@@ -118,8 +118,12 @@ def on_sigint(handler):
         signal.signal(signal.SIGINT, before)
 
 
+# warnings of Dask if another cluster has its usual port, or if the machine is busy
+BUSY = ["-W", "ignore:Port", "-W", "ignore:Creating scratch directories"]
+
+
 def command(*options):
-    return [sys.executable, "-W", "error", "-m", "variable_batch_size", "compare", *map(str, options)]
+    return [sys.executable, "-W", "error", *BUSY, "-m", "variable_batch_size", "compare", *map(str, options)]
 
 
 def environment():
@@ -129,7 +133,9 @@ def environment():
 def wait_for_runs(number, running, directory):
     """Wait until a running comparison has completed a number of runs."""
     while len(list(directory.glob("runs/*/*/*/run.json"))) < number:
-        assert running.poll() is None
+        assert running.poll() is None, (
+            running.finish() if isinstance(running, forked.Program) else running.communicate()
+        )
         time.sleep(0.05)
 
 
