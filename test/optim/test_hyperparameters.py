@@ -8,7 +8,13 @@ from torch import nn
 
 import variable_batch_size as vbs
 from variable_batch_size.cores.communicator import Communicator, SingleProcess
-from variable_batch_size.optim.hyperparameters import BetaHistory, Preconditioner, StepHyperparameters, is_decoupled
+from variable_batch_size.optim.hyperparameters import (
+    BetaHistory,
+    Preconditioner,
+    StepHyperparameters,
+    divisors_of,
+    is_decoupled,
+)
 from variable_batch_size.optim.proxy import MultiOptimizer
 
 STEP = vbs.rules.Step(batch_size=4, minibatch_size=1, ref_batchsize=1)
@@ -329,6 +335,40 @@ def test_divisors_follow_a_parameter_into_another_dtype():
     preconditioner.refresh()
     assert preconditioner.divisors[p].dtype == torch.float32
     assert preconditioner.divisors[p].item() == pytest.approx(3.125)
+
+
+def test_parameters_have_divisors_from_their_min_updates_th_update_on():
+    early, late = parameters(2, gradient=3.0)
+    late.grad = None
+    inner = torch.optim.Adam([early, late], lr=0.25, eps=0.125)
+    preconditioner = Preconditioner(inner, min_updates=3)
+    known = []
+    for number in range(5):
+        if number == 2:
+            late.grad = torch.full_like(late, 3.0)
+        inner.step()
+        preconditioner.refresh()
+        known.append([p in preconditioner.divisors for p in (early, late)])
+    assert known == [[False, False], [False, False], [True, False], [True, False], [True, True]]
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_elements_below_a_tenth_of_the_root_mean_square_are_left_out(kind):
+    # √v̂ + ε of 8 elements: root mean square √((7 · 10² + x²) / 8) = 9.354 for a small x, so that the limit is 0.9354
+    roots = torch.tensor([[10.0] * 7 + [x] for x in (0.9, 0.96, 0.125)], dtype=torch.float64)
+    moments = list(((roots - 0.125) ** 2) * (1 - 0.5**2))
+    scalar = torch.tensor(0.25 * (1 - 0.5), dtype=torch.float64)
+    divisors = divisors_of([*moments, scalar], kind([2.0, 2.0, 2.0, 1.0]), 0.5, 0.125, 1)
+    torch.testing.assert_close(torch.stack(divisors[:3])[:, :7], roots[:, :7])
+    assert torch.stack(divisors[:3])[:, 7].tolist() == [math.inf, pytest.approx(0.96), math.inf]
+    assert divisors[3].item() == pytest.approx(0.625)
+
+
+def test_numbers_of_updates_on_a_device_leave_out_new_tensors():
+    moments = [torch.full((2,), 9.0) * (1 - 0.75**n) for n in (2, 3)]
+    new, old = divisors_of(moments, torch.tensor([2.0, 3.0]), 0.75, 0.0, 3)
+    assert new.tolist() == [math.inf] * 2
+    assert old.tolist() == pytest.approx([3.0] * 2)
 
 
 def test_second_moments_without_a_number_of_updates_raise():

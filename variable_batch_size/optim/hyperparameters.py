@@ -44,36 +44,64 @@ class Preconditioner:
     @torch.no_grad()
     def refresh(self, *, has_updated: bool = True) -> None:
         """After an update, or after another state was loaded: recompute the divisors."""
-        states = self._inner.state
         for group in self._inner.param_groups:
-            beta, eps = group["betas"][1], group["eps"]
+            updated: dict[Any, list[tuple[torch.Tensor, Any]]] = {}  # by the device that has the numbers of updates
             for p in group["params"]:
-                state = states.get(p, {})
-                if "exp_avg_sq" not in state or "step" not in state:
-                    if has_updated and p.grad is not None:
-                        raise RuntimeError(
-                            f"`inner` must keep the second moment of each gradient in its state `exp_avg_sq`, and the "
-                            f"number of updates in `step`, as Adam does, but {type(self._inner).__name__} has only "
-                            f"{sorted(state)}"
-                        )
+                num_updates = self._num_updates(p, has_updated=has_updated)
+                is_on_host = isinstance(num_updates, float)
+                if num_updates is None or (is_on_host and num_updates < self._min_updates):
                     self.divisors.pop(p, None)  # of the state before the one that was loaded
-                    continue
-                num_updates = state["step"]
-                # read from the host if it is there; a step count on the device stays there
-                if not isinstance(num_updates, torch.Tensor) or num_updates.device.type == "cpu":
-                    num_updates = float(num_updates)
-                is_new = num_updates < self._min_updates
-                if is_new is True:
-                    self.divisors.pop(p, None)
-                    continue
-                second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-                root = (second_moment / (1 - beta**num_updates)).sqrt_().add_(eps)
-                left_out = root < _TINY * root.square().mean().sqrt()
-                root.masked_fill_(left_out if is_new is False else left_out | is_new, math.inf)
-                if p in self.divisors and self.divisors[p].dtype == root.dtype:
-                    self.divisors[p].copy_(root)
                 else:
-                    self.divisors[p] = root
+                    updated.setdefault(None if is_on_host else num_updates.device, []).append((p, num_updates))
+            for device, pairs in updated.items():
+                parameters, n = map(list, zip(*pairs, strict=True))
+                states = [self._inner.state[p] for p in parameters]
+                moments = [state.get("max_exp_avg_sq", state["exp_avg_sq"]) for state in states]
+                settings = (group["betas"][1], group["eps"], self._min_updates)
+                self._copy(parameters, divisors_of(moments, n if device is None else torch.stack(n), *settings))
+
+    def _num_updates(self, p: torch.Tensor, *, has_updated: bool) -> Any:
+        """Of a parameter: a float, or a tensor on an accelerator, never read; None before its first update."""
+        state = self._inner.state.get(p, {})
+        if "exp_avg_sq" not in state or "step" not in state:
+            if has_updated and p.grad is not None:
+                raise RuntimeError(
+                    f"`inner` must keep the second moment of each gradient in its state `exp_avg_sq`, and the "
+                    f"number of updates in `step`, as Adam does, but {type(self._inner).__name__} has only "
+                    f"{sorted(state)}"
+                )
+            return None
+        step = state["step"]
+        return step if isinstance(step, torch.Tensor) and step.device.type != "cpu" else float(step)
+
+    def _copy(self, parameters: list[torch.Tensor], divisors: Sequence[torch.Tensor]) -> None:
+        for p, divisor in zip(parameters, divisors, strict=True):
+            if p not in self.divisors or self.divisors[p].dtype != divisor.dtype:
+                self.divisors[p] = torch.empty_like(divisor)
+        torch._foreach_copy_([self.divisors[p] for p in parameters], list(divisors))
+
+
+def divisors_of(
+    moments: list[torch.Tensor], num_updates: list[float] | torch.Tensor, beta: float, eps: float, min_updates: int
+) -> Sequence[torch.Tensor]:
+    """√v̂ + ε of second moments v, and infinity for elements that are left out, in few operations for all tensors.
+
+    Args:
+        num_updates: of each tensor; a vector on its device if the host does not know them.
+    """
+    if isinstance(num_updates, torch.Tensor):
+        roots = torch._foreach_div(moments, (1 - beta**num_updates).unbind())
+    else:
+        roots = torch._foreach_div(moments, [1 - beta**n for n in num_updates])
+    torch._foreach_sqrt_(roots)
+    torch._foreach_add_(roots, eps)
+    limits = torch._foreach_norm(roots)
+    torch._foreach_mul_(limits, [_TINY / math.sqrt(root.numel() or 1) for root in roots])
+    if isinstance(num_updates, torch.Tensor):
+        limits = torch.stack(limits).masked_fill_(num_updates < min_updates, math.inf).unbind()
+    for root, limit in zip(roots, limits, strict=True):
+        root.masked_fill_(root < limit, math.inf)
+    return roots
 
 
 class _History(NamedTuple):

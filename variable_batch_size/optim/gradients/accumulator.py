@@ -368,7 +368,8 @@ class GradientAccumulator(ABC):
         if self.divisors is None:
             return [[gradient for _, gradient in pairs] for pairs in groups]
         divided = [[(gradient, self._divisor_of(p)) for p, gradient in pairs] for pairs in groups]
-        return [[g / divisor for g, divisor in pairs if divisor is not None] for pairs in divided]
+        known = [[pair for pair in pairs if pair[1] is not None] for pairs in divided]
+        return [list(torch._foreach_div(*map(list, zip(*pairs, strict=True)))) if pairs else [] for pairs in known]
 
     def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
         return self.divisors.get(p)  # type: ignore[union-attr]
