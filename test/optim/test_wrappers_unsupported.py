@@ -188,6 +188,9 @@ def messages():
         "kept split": message(split, sampler=sampler_of(process_group=mesh["data"]), gradient_as_bucket_view=True),
         "kept lockstep": message(transformer(), sampler=sampler_of(lockstep=True), gradient_as_bucket_view=True),
         "adamscale": message(sharded[2], vbs.AdamScaleOptimizer, sharded_models.adamw),
+        "adamscale split": message(
+            split, vbs.AdamScaleOptimizer, sharded_models.adamw, sampler=sampler_of(process_group=mesh["data"])
+        ),
         "adamscale zero": message(transformer(), vbs.AdamScaleOptimizer, zero_adam),
         "read": message(sharded[3], sampler=read),
         "unseen": message_about_unseen_gradients(),
@@ -219,6 +222,7 @@ EXPECTED = {
     "kept split": "`gradient_as_bucket_view` must be False for sharded parameters",
     "kept lockstep": "`lockstep` of the sampler must be False with `gradient_as_bucket_view`",
     "adamscale": "AdamScaleRule needs the full second moments on every rank, but fully_shard shards them",
+    "adamscale split": "needs the full second moments on every rank, but tensor parallelism shards them",
     "adamscale zero": "needs the full second moments on every rank, but ZeroRedundancyOptimizer shards them",
     "read": "the sampler has been read already: construct it with `lockstep=True`",
     "unseen": "fully_shard reduced the gradient of a parameter of shape (2, 2) without calling its hook.",

@@ -196,8 +196,9 @@ class Wrappers:
             raise ValueError(self.unsupported[0])
         if self.fsdp:
             refuse_left_out([p for p in self.parameters if not is_dtensor(p)])
-        if rule.preconditions and (self.fsdp or any(map(is_zero, optimizers_of(inner)))):
-            sharded = "fully_shard" if self.fsdp else "ZeroRedundancyOptimizer"
+        is_by_zero = any(map(is_zero, optimizers_of(inner)))
+        if rule.preconditions and (self.fsdp or is_by_zero or any(map(is_dtensor, self.parameters))):
+            sharded = "fully_shard" if self.fsdp else "ZeroRedundancyOptimizer" if is_by_zero else "tensor parallelism"
             problem = f"{type(rule).__name__} needs the full second moments on every rank, but {sharded} shards them"
             raise ValueError(f"{problem}: use AdaScaleRule or AdamRule")
 
