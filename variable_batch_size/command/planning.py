@@ -30,7 +30,7 @@ from variable_batch_size.command.options import (
 )
 from variable_batch_size.comparison import experiment
 from variable_batch_size.files import write_text
-from variable_batch_size.planning import reports
+from variable_batch_size.planning import figures, reports
 from variable_batch_size.planning.advise import advice_report, advise, core_numbers
 from variable_batch_size.planning.forecast import RunSoFar, basis_of, forecast, named_policy, with_largest
 from variable_batch_size.planning.plan import RULES, Plan, planned_rules
@@ -96,7 +96,7 @@ def _token_plan(options: argparse.Namespace) -> TokenPlan | None:
 
 def run_plan(options: argparse.Namespace) -> None:
     if options.plot is not None:
-        reports.check_suffix(options.plot)
+        figures.check_suffix(options.plot)
     budget = _token_plan(options)
     is_number = options.trace.isdecimal() and not Path(options.trace).exists()
     trace = Trace.of(int(options.trace) if is_number else options.trace)
@@ -108,7 +108,7 @@ def run_plan(options: argparse.Namespace) -> None:
     rules = planned_rules(options.rule or list(RULES), noise_scale=options.noise_scale)
     given = selected(options, "ref_batchsize", "checkpoint_every", "tokens_per_sample")
     plan = Plan.of(schedule, num_epochs=options.epochs, rules=rules, token_plan=budget, **given)
-    draw_picture(options, lambda path: reports.plot_plan(plan, schedule, path))
+    draw_picture(options, lambda path: figures.plot_plan(plan, schedule, path))
     if options.json:
         print_text(json.dumps({**plan.as_dict(), "comment": trace.comment}))
         return
@@ -224,7 +224,7 @@ def _run_simulation(options: argparse.Namespace) -> None:
         comment = f"decided by {name} on {where.name} in a simulation\nmade by: {options.command}"
         run.trace.write(directory / "traces" / file.replace(" ", "-"), comment=comment)
     write_text(directory / "table.csv", reports.csv_text(reports.simulation_table(runs, is_csv=True)))
-    reports.plot_simulations(runs, directory / "simulation.png", format="png")
+    figures.plot_simulations(runs, directory / "simulation.png", format="png")
     facts = {
         "cores": ", ".join(where.name for where in cores),
         "profile": options.profile,
@@ -239,7 +239,7 @@ def _run_simulation(options: argparse.Namespace) -> None:
         facts["machines"] = f"of {reports.counted(options.cores_per_machine, 'core')}"
     if options.checkpoint_seconds is not None:
         facts["checkpoints"] = f"every {reports.duration(options.checkpoint_seconds)}"
-    page = reports.simulation_page(runs, facts=facts, command=options.command)
+    page = figures.simulation_page(runs, facts=facts, command=options.command)
     write_text(directory / "simulation.html", page)
     print_text(f"{directory / 'simulation.html'}")
 

@@ -21,15 +21,8 @@ from variable_batch_size.command.options import (
     selected,
 )
 from variable_batch_size.files import DECISIONS, EXECUTED, read_records, write
-from variable_batch_size.planning.reports import (
-    check_suffix,
-    conversion_report,
-    decisions_report,
-    duration,
-    plot_decisions,
-    plot_traces,
-    trace_report,
-)
+from variable_batch_size.planning.figures import check_suffix, plot_decisions, plot_traces
+from variable_batch_size.planning.reports import conversion_report, decisions_report, duration, trace_report
 from variable_batch_size.traces import generators, zoo
 from variable_batch_size.traces.recording import ROUNDING, WHEN_EMPTY, Recording, convert_recording, step_seconds
 from variable_batch_size.traces.trace import CHANGES, UNITS, Change, Stages, Trace, Unit

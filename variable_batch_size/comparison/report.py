@@ -25,7 +25,8 @@ from variable_batch_size.comparison.verdict import (
     verdict,
 )
 from variable_batch_size.files import read_records, write_text
-from variable_batch_size.planning.reports import STYLES, check_suffix, csv_text, duration, new_figure
+from variable_batch_size.planning.figures import STYLES, check_suffix, new_figure
+from variable_batch_size.planning.reports import csv_text, duration
 
 AXES = ("step", "samples", "progress")
 TRAINING = ("batch_size", "lr", "loss", "gain", "noise_scale")

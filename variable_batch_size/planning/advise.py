@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from variable_batch_size.checks import check_positive
 from variable_batch_size.planning.profile import EXTRAPOLATED, INTERPOLATED, MEASURED, Profile
-from variable_batch_size.planning.reports import Runs, choice, counted, duration, fastest, profile_warnings, verdict
-from variable_batch_size.planning.simulate import Availability, NoiseCurve, Simulation, simulate
+from variable_batch_size.planning.reports import choice, counted, duration, fastest, profile_warnings, verdict
+from variable_batch_size.planning.simulate import Availability, NoiseCurve, Runs, Simulation, simulate
 from variable_batch_size.policies.builtin import parse_policy
 
 

@@ -244,6 +244,9 @@ class Simulation:
         return Trace.from_sequence(np.repeat(np.array(sizes, dtype=np.int64), numbers))
 
 
+Runs = Sequence[tuple[str, Simulation]]  # policies as text, and their simulated runs
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
     """Where a run is whose rest is simulated. The result has the updates and samples of the rest alone."""
