@@ -46,6 +46,7 @@ def _classification(
         minibatch_size=size,
         ref_batchsize=size,
         num_samples=size * updates,
+        schedule=decay,
     )
 
 
@@ -235,8 +236,7 @@ def cifar10_resnet() -> vbs.Workload:
         images = read(os.environ[DATADIR], (name,), torch.device("cpu"))
         return TensorDataset(normalised(images.pixels[:number]), images.classes[:number].long())
 
-    made = _classification([part(TRAIN[0], 10_000), part(TEST[0], 4000)], resnet18, 0.02, 0.9, 32, 2300)
-    return replace(made, schedule=decay)
+    return _classification([part(TRAIN[0], 10_000), part(TEST[0], 4000)], resnet18, 0.02, 0.9, 32, 2300)
 
 
 class _Lion(torch.optim.Optimizer):

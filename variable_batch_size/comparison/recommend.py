@@ -38,7 +38,7 @@ from variable_batch_size.traces.trace import Trace
 REFERENCE = "reference"  # the branch at the reference batch size
 STATES = (0.0, 0.1, 0.5)  # fractions of the training
 EXPONENTS = (0.0, 0.5, 1.0)
-_RESOLUTION = 0.4  # of an exponent from branches, found on the pairs of reproduce/recommended.py
+_RESOLUTION = 0.25  # of an exponent from branches, found on the pairs of reproduce/recommended.py
 LEVEL = 0.9  # of the intervals that are stated
 LAW = 0.383  # B_opt ∝ D^0.383 (Bergsma et al. 2025, "Power lines")
 _SEEDS_OF_COMPARISON = 3
