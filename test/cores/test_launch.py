@@ -41,7 +41,7 @@ def append_rank(numbers):
     numbers.append(rank)
     # long enough for every thread to append to a shared list, if it were shared; and the last thread ends first
     time.sleep(0.5 * (size - rank))
-    return numbers, os.environ.get("CPU_NUM_DEVICES")
+    return numbers, os.environ.get("CPU_NUM_DEVICES"), (rank, size), multiprocessing.get_start_method()
 
 
 def fail_on_the_last_core_while_the_others_wait():
@@ -67,17 +67,26 @@ def return_something_that_cannot_travel():
     return lambda: None
 
 
-def rank_size_and_start_method():
-    return *rank_and_size(), multiprocessing.get_start_method()
+@pytest.fixture
+def without_xla(monkeypatch):
+    """As on a machine without torch_xla and without a GPU."""
+    monkeypatch.setattr("variable_batch_size.cores.xla.is_installed", lambda: False)
+    monkeypatch.setattr("variable_batch_size.cores.devices.default_backend", lambda: "gloo")
 
 
-@pytest.mark.parametrize("backend", ["gloo", XLA])
-def test_each_core_gets_a_copy_of_the_arguments_results_are_in_order_and_the_environment_is_restored(backend):
+def check_launch(backend):
+    """Launch on new processes; returns the rank, the number of cores and the start method of each."""
     before = dict(os.environ)
-    numbers, variables = zip(*vbs.launch(append_rank, ([7],), cores=2, backend=backend), strict=True)
+    numbers, variables, *others = zip(*vbs.launch(append_rank, ([7],), cores=2, backend=backend), strict=True)
     assert numbers == ([7, 0], [7, 1])
     assert variables == (("2" if backend == "xla" else None),) * 2
     assert dict(os.environ) == before
+    return list(zip(*others, strict=True))
+
+
+@pytest.mark.xla
+def test_each_xla_core_gets_a_copy_of_the_arguments_results_are_in_order_and_the_environment_is_restored():
+    check_launch("xla")
 
 
 def launch_and_return_children(function, backend):
@@ -134,12 +143,11 @@ def test_the_number_of_cores_must_be_positive(cores):
         vbs.launch(rank_and_size, cores=cores)
 
 
-def test_without_torch_xla_launch_uses_gloo_and_loader_workers_start_as_usual(monkeypatch):
-    monkeypatch.setattr("variable_batch_size.cores.xla.is_installed", lambda: False)
-    monkeypatch.setattr("variable_batch_size.cores.devices.default_backend", lambda: "gloo")  # as without a GPU
+@pytest.mark.usefixtures("without_xla")
+def test_without_torch_xla_launch_uses_gloo_and_keeps_the_same_promises_and_loader_workers_start_as_usual():
     method = multiprocessing.get_start_method()
     assert method != "spawn"
-    assert vbs.launch(rank_size_and_start_method, cores=2) == [(0, 2, method), (1, 2, method)]
+    assert check_launch(None) == [((0, 2), method), ((1, 2), method)]
     with pytest.raises(ValueError, match=r'backend="xla" needs torch_xla: pip install'):
         vbs.launch(rank_and_size, cores=2, backend="xla")
 
@@ -260,8 +268,9 @@ with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
 def test_under_torchrun_processes_that_would_train_alone_raise(arguments, beginnings, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(NOT_JOINED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    subprocess.run([*command, str(tmp_path), *arguments], check=True)
+    flags = ["--standalone", "--nproc-per-node=2"]
+    done = forked.run(forked.torchrun, flags, script, tmp_path, *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     for rank in "01":
         lines = (tmp_path / rank).read_text().splitlines()
         for line, beginning in zip(lines, beginnings, strict=True):
