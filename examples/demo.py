@@ -3,7 +3,6 @@
 from importlib.util import find_spec
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 from tqdm import tqdm
@@ -17,6 +16,8 @@ HAS_XLA = find_spec("torch_xla") is not None
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
+    from sklearn.datasets import load_digits  # not on every core: importing it takes seconds
+
     x, y = load_digits(return_X_y=True)
     images = torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
@@ -45,11 +46,10 @@ def num_programs() -> int:
     return metrics.counter_value("UncachedCompile")
 
 
-def train(model: nn.Module) -> dict[str, float]:
+def train(model: nn.Module, train_data: TensorDataset, test_data: TensorDataset) -> dict[str, float]:
     """Train on one core."""
     device = vbs.device()
     model = model.to(device)
-    train_data, test_data = digits()
     loader = vbs.DataLoader(train_data, trace=TRACE, minibatch_size=MINIBATCH)
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=128, model=model)
@@ -83,7 +83,7 @@ def main() -> None:
         print(f"Replaying {TRACE} on {CORES} virtual XLA cores; starting them takes about 10 seconds.")
     else:
         print(f"Replaying {TRACE} on {CORES} gloo processes (torch_xla is not installed); the weights are the same.")
-    results = vbs.launch(train, (network(),), cores=CORES, backend="xla" if HAS_XLA else "gloo")
+    results = vbs.launch(train, (network(), *digits()), cores=CORES, backend="xla" if HAS_XLA else "gloo")
     first = results[0]
     rows = [
         ("steps", f"{first['steps']}"),

@@ -83,6 +83,13 @@ def start_script(path, *arguments, folder, environment=None):
     return Program(_run_script, str(path), texts, folder=folder, environment=environment)
 
 
+def run_script_here(path, *arguments):
+    """Run a file as a script in this process, whose launches fork."""
+    import_module("torch._dynamo")  # which each of the forked processes would import
+    with launches():
+        _run_script(path, arguments)
+
+
 class Leader:
     """A function called in a forked process that leads a session of its own, with the interface of `subprocess`.
 
