@@ -295,6 +295,7 @@ def test_tensorboard_files_have_every_number_over_steps_and_over_samples(tmp_pat
             (f"{axis}/accuracy", second, 50.0),
         ]
         assert next(event.file_version for event in events(tmp_path / axis)) == "brain.Event:2"
+        assert sum(bool(event.summary.value) for event in events(tmp_path / axis)) == 2  # one for each record
 
 
 def test_resumed_run_marks_repeated_points_in_tensorboard(tmp_path):

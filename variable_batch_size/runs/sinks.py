@@ -98,12 +98,17 @@ class TensorBoard:
         if not self._writers:
             self._open(record)
         for (axis, folder), writer in zip(_AXES.items(), self._writers, strict=True):
+            summaries = []
             for name, value in record.items():
                 if isinstance(value, list):
                     numbered = {f"core {place}": number for place, number in enumerate(value)}
                     writer.add_scalars(f"{folder}/{name}", numbered, record[axis])
                 elif name not in _AXES and _finite_or_none(value) is not None:
-                    writer.add_scalar(f"{folder}/{name}", value, record[axis])
+                    summaries.append(self._tensorboard.summary.scalar(f"{folder}/{name}", value))
+            if summaries:  # in one event: each is sent to a thread of its own
+                for other in summaries[1:]:
+                    summaries[0].MergeFrom(other)
+                writer.file_writer.add_summary(summaries[0], record[axis])
         for remote in self._remotes:
             remote.maybe_upload()
 
