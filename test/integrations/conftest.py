@@ -1,7 +1,9 @@
 """Environment for importing the frameworks, here and in child processes."""
 
+import gc
 import os
 import sys
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -9,6 +11,12 @@ import torch.distributed as dist
 os.environ["USE_TORCH_XLA"] = "0"  # otherwise Accelerate and Transformers use XLA whenever torch_xla is installed
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["KERAS_BACKEND"] = "torch"
+
+
+@pytest.fixture(autouse=True)
+def _quick_searches_for_garbage(monkeypatch):
+    """Let the frameworks collect what is new: they search at each run, and all that tests import takes a second."""
+    monkeypatch.setattr(gc, "collect", partial(gc.collect, 1))
 
 
 @pytest.fixture(autouse=True)
