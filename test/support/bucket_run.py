@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -92,6 +93,8 @@ def on_cores(address, cores):
 
 
 def main(address, num_kills, num_exceptions):
+    for module in ("s3fs", "aiobotocore.session", "aiohttp"):  # once, instead of in each forked process
+        import_module(module)
     chance = random.Random(0)
     signals = [signal.SIGKILL] * num_kills + [signal.SIGUSR1] * num_exceptions
     chance.shuffle(signals)
