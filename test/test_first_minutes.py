@@ -26,8 +26,9 @@ case "$1" in
 examples/*) exec "{sys.executable}" -c '
 import sys
 sys.path.insert(0, "{ROOT}/test/support")
-import forked
-forked.run_script_here(*sys.argv[1:])' "$@" ;;
+import forked, torch._dynamo
+with forked.launches():
+    forked.run_script_here(*sys.argv[1:])' "$@" ;;
 *) exec "{sys.executable}" "$@" ;;
 esac
 """

@@ -132,7 +132,7 @@ def test_loky_resumes_after_an_interruption_and_a_killed_worker(local, tmp_path)
 
 
 def test_dask_continues_after_a_killed_worker_and_leaves_no_process(local, tmp_path):
-    running = started(options_for("on_dask.py", tmp_path))
+    running = started(options_for("on_dask.py", tmp_path, n_workers=1))  # as with loky; Dask starts another one
     below(running.pid, "spawn_main")[0].kill()
     _, errors = running.communicate(timeout=600)
     assert running.returncode == 0, errors.decode()

@@ -79,15 +79,7 @@ def run_script(path, *arguments, folder, environment=None):
 
 def start_script(path, *arguments, folder, environment=None):
     """Start a file as a script with these arguments; returns a `Program`."""
-    texts = [str(argument) for argument in arguments]
-    return Program(_run_script, str(path), texts, folder=folder, environment=environment)
-
-
-def run_script_here(path, *arguments):
-    """Run a file as a script in this process, whose launches fork."""
-    import_module("torch._dynamo")  # which each of the forked processes would import
-    with launches():
-        _run_script(path, arguments)
+    return Program(run_script_here, path, *arguments, folder=folder, environment=environment)
 
 
 class Leader:
@@ -137,7 +129,7 @@ def torchrun(flags, path, *arguments):
     def fork(args, env, stdout, stderr, start_new_session):
         _, unbuffered, script, *texts = args
         assert (unbuffered, stdout, stderr, start_new_session) == ("-u", None, None, True)
-        return Leader(_run_script, script, texts, environment=env)
+        return Leader(run_script_here, script, *texts, environment=env)
 
     with patch.object(subprocess_handler, "Popen", fork):
         torchrun_program.main([*flags, str(path), *map(str, arguments)])
@@ -160,8 +152,10 @@ def _print_to_files():
     sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
 
 
-def _run_script(path, arguments):
-    sys.argv = [path, *arguments]
+def run_script_here(path, *arguments):
+    """Run a file as a script in this process."""
+    path = str(path)
+    sys.argv = [path, *map(str, arguments)]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
 
