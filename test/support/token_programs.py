@@ -23,7 +23,7 @@ class Reader(nn.Module):
 
     def forward(self, tokens, positions):
         sums = nn.functional.pad(self.tokens(tokens.clamp(min=0)).cumsum(1), (0, 0, 1, 0))
-        starts = torch.arange(tokens.shape[1]) - positions
+        starts = torch.arange(tokens.shape[1], device=positions.device) - positions
         before = sums.gather(1, starts[..., None].expand(-1, -1, sums.shape[-1]))
         hidden = self.hidden((sums[:, 1:] - before) / (positions[..., None] + 1))
         return self.head(dropout(torch.tanh(hidden), self.dropout_rate, self.training))
