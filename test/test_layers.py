@@ -4,7 +4,9 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -44,17 +46,39 @@ def room_of(module):
     return module.parts[0].removesuffix(".py")
 
 
-def imports_of(module):
-    for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
+class Source(NamedTuple):
+    """What is in a file: names that it imports, and the size of each function and class by its name."""
+
+    has_docstring: bool
+    imports: list[str]
+    lines: list[tuple[str, int]]  # of functions, without their docstrings
+    public_methods: list[tuple[str, int]]  # of classes
+    arguments: list[tuple[str, int]]  # of their constructors
+
+
+@cache
+def source_of(module):
+    tree = ast.parse((PACKAGE / module).read_text())
+    found = Source(bool(ast.get_docstring(tree)), [], [], [], [])
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.imports.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.imports.extend([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
+        elif isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+            found.lines.append((node.name, body[-1].end_lineno - body[0].lineno + 1))
+        elif isinstance(node, ast.ClassDef):
+            methods = {method.name: method.args for method in node.body if isinstance(method, ast.FunctionDef)}
+            found.public_methods.append((node.name, sum(not name.startswith("_") for name in methods)))
+            if "__init__" in methods:
+                made_by = methods["__init__"]
+                found.arguments.append((node.name, len(made_by.args) - 1 + len(made_by.kwonlyargs)))
+    return found
 
 
 def own_imports_of(module):
-    return [name.split(".")[1:] for name in imports_of(module) if name.startswith("variable_batch_size.")]
+    return [name.split(".")[1:] for name in source_of(module).imports if name.startswith("variable_batch_size.")]
 
 
 def test_the_table_names_every_folder():
@@ -93,7 +117,7 @@ def _order_of(below):
 @by_module
 def test_common_files_and_pure_folders_do_not_import_torch(module):
     if room_of(module) in WITHOUT_TORCH:
-        assert not {name for name in imports_of(module) if name.split(".")[0] in ("torch", "torch_xla")}
+        assert not {name for name in source_of(module).imports if name.split(".")[0] in ("torch", "torch_xla")}
     if room_of(module) in FOR_ALL:
         assert {parts[0] for parts in own_imports_of(module)} <= FOR_ALL
 
@@ -101,13 +125,12 @@ def test_common_files_and_pure_folders_do_not_import_torch(module):
 @by_module
 def test_frameworks_are_imported_only_by_their_integration(module):
     if room_of(module) != "integrations":
-        assert not {name.split(".")[0] for name in imports_of(module) if name} & FRAMEWORKS
+        assert not {name.split(".")[0] for name in source_of(module).imports if name} & FRAMEWORKS
 
 
 @by_module
 def test_every_file_has_a_docstring_in_its_first_line(module):
-    text = (PACKAGE / module).read_text()
-    assert ast.get_docstring(ast.parse(text))
+    assert source_of(module).has_docstring
 
 
 # limits that keep code readable; each exception with its reason
@@ -129,37 +152,25 @@ SHORT_MODULES = {
 }
 
 
-def definitions_in(module, *kinds):
-    return [node for node in ast.walk(ast.parse((PACKAGE / module).read_text())) if isinstance(node, kinds)]
+def names_above(most, sizes):
+    return {name for name, size in sizes if size > most}
 
 
 @by_module
 def test_functions_are_short(module):
-    found = set()
-    for function in definitions_in(module, ast.FunctionDef):
-        body = function.body[1:] if ast.get_docstring(function) and len(function.body) > 1 else function.body
-        if body[-1].end_lineno - body[0].lineno + 1 > LONGEST_BODY:
-            found.add(function.name)
+    found = names_above(LONGEST_BODY, source_of(module).lines)
     assert found == LONG_FUNCTIONS.get(module.as_posix(), set())
 
 
 @by_module
 def test_classes_have_few_public_methods(module):
-    found = set()
-    for definition in definitions_in(module, ast.ClassDef):
-        names = {node.name for node in definition.body if isinstance(node, ast.FunctionDef)}
-        if len({name for name in names if not name.startswith("_")}) > MOST_PUBLIC_METHODS:
-            found.add(definition.name)
+    found = names_above(MOST_PUBLIC_METHODS, source_of(module).public_methods)
     assert found == LARGE_CLASSES.get(module.as_posix(), set())
 
 
 @by_module
 def test_constructors_have_few_arguments(module):
-    found = set()
-    for definition in definitions_in(module, ast.ClassDef):
-        made_by = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-        if any(len(node.args.args) - 1 + len(node.args.kwonlyargs) > MOST_ARGUMENTS for node in made_by):
-            found.add(definition.name)
+    found = names_above(MOST_ARGUMENTS, source_of(module).arguments)
     assert found == LONG_CONSTRUCTORS.get(module.as_posix(), set())
 
 

@@ -324,15 +324,25 @@ def saved_run(directory, trace, *, epochs, stop_after=None, minibatch_size=MINIB
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["per core", "function", "critical batch", "by the loss"])  # independent of time
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory):
+    """The directory and the weights of a run with each policy."""
+    runs = {}
+    for name in ("per core", "function", "critical batch", "by the loss"):  # independent of time
+        directory = tmp_path_factory.mktemp("whole")
+        runs[name] = directory, saved_run(directory, POLICIES[name](), epochs=3)
+    return runs
+
+
+@pytest.mark.parametrize("name", ["per core", "function", "critical batch", "by the loss"])
 @pytest.mark.parametrize("stop_after", [5, 17, 30])
-def test_stopped_run_resumes_as_if_never_stopped(tmp_path, name, stop_after):
-    whole = saved_run(tmp_path / "whole", POLICIES[name](), epochs=3)
-    saved_run(tmp_path / "stopped", POLICIES[name](), epochs=3, stop_after=stop_after)
-    assert are_equal(saved_run(tmp_path / "stopped", POLICIES[name](), epochs=3), whole)
-    traces = [vbs.Trace.read(tmp_path / part / "executed.csv") for part in ("whole", "stopped")]
+def test_stopped_run_resumes_as_if_never_stopped(tmp_path, name, stop_after, never_stopped):
+    directory, whole = never_stopped[name]
+    saved_run(tmp_path, POLICIES[name](), epochs=3, stop_after=stop_after)
+    assert are_equal(saved_run(tmp_path, POLICIES[name](), epochs=3), whole)
+    traces = [vbs.Trace.read(one / "executed.csv") for one in (directory, tmp_path)]
     assert traces[0] == traces[1]
-    decisions = [(tmp_path / part / "decisions.jsonl").read_text().splitlines() for part in ("whole", "stopped")]
+    decisions = [(one / "decisions.jsonl").read_text().splitlines() for one in (directory, tmp_path)]
     told = [
         [{**json.loads(line), "seconds_accumulating": 0, "seconds_updating": 0} for line in part] for part in decisions
     ]
