@@ -20,30 +20,12 @@ def make(*arguments):
     return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
-# a Python that runs examples with gloo processes that need not import torch again
-FORKING_PYTHON = f"""#!/bin/sh
-case "$1" in
-examples/*) exec "{sys.executable}" -c '
-import sys
-sys.path.insert(0, "{ROOT}/test/support")
-import forked, torch._dynamo
-with forked.launches():
-    forked.run_script_here(*sys.argv[1:])' "$@" ;;
-*) exec "{sys.executable}" "$@" ;;
-esac
-"""
-
-
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
+def demo():
     """The output of the demo, and the rows of its table; XLA compiles its programs without optimizing them."""
-    python = tmp_path_factory.mktemp("environment") / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text(FORKING_PYTHON)
-    python.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-        done = make("demo", f"VENV={python.parents[1]}")
+        done = make("demo", f"VENV={sys.prefix}")
     assert done.returncode == 0, done.stderr
     return done.stdout, dict(re.findall(r"^(\S.*?) {2,}(.+)$", done.stdout, re.MULTILINE))
 

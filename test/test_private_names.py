@@ -101,6 +101,7 @@ TABLE = {
         *("_getframe", "auto_collation", "f_locals"),  # whether the loader would merge minibatches
     },
     "optim/buffers.py": {"_buffers", "_version"},  # the owner of a buffer, and whether it was written to
+    "optim/gradients/accumulator.py": {"_foreach_div"},
     "optim/gradients/buckets.py": {"_foreach_add_", "_foreach_copy_", "_foreach_mul"},  # one kernel for many tensors
     "optim/gradients/fixed_point.py": {"_foreach_add_", "_foreach_copy_", "_foreach_norm", "_foreach_sub_"},
     "optim/gradients/gradient_buckets.py": {
@@ -108,8 +109,9 @@ TABLE = {
         *("_foreach_add_", "_foreach_copy_"),
     },
     "optim/gradients/norms.py": {"_foreach_norm", "_schema"},  # whether it accepts a dtype: since torch 2.5
-    "optim/hyperparameters.py": {  # a hook that precedes those of the user
-        *("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
+    "optim/hyperparameters.py": {
+        *("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),  # a hook that precedes those of the user
+        *("_foreach_add_", "_foreach_copy_", "_foreach_div", "_foreach_mul_", "_foreach_norm", "_foreach_sqrt_"),
     },
     "optim/loss_scale.py": {"_foreach_mul_"},
     "optim/module_hooks.py": {"_forward_pre_hooks"},  # to replace the hook of an earlier optimizer
