@@ -134,7 +134,8 @@ class Flow:
                 return Outcome([], _NONFINITE)
             if measured.weight == 0:
                 return Outcome([], _NOTHING)
-            self._observe(step, measured)
+            if measured.is_finite:  # otherwise the averages would never be finite again
+                self._observe(step, measured)
         return Outcome(self.scaler.move(step, num_groups))
 
     def _is_new(self, step: Step, gradient: StepGradient) -> bool:
