@@ -8,6 +8,7 @@ import torch_tpu_runs as runs
 from torch_tpu_runs import RUNS, SCHEDULES, SIZES, WARM_UP, WEIGHTED
 
 import variable_batch_size as vbs
+from variable_batch_size.optim import flow
 
 POLICIES = {
     "norm test": lambda: vbs.policies.NormTest(eta=0.3, max_batch_size=136, every=4, lead=3),
@@ -87,10 +88,11 @@ def test_with_a_schedule(on_cpu, eager_mode, name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_with_a_policy_and_its_replay(eager_mode, name):
+def test_with_a_policy_and_its_replay(monkeypatch, eager_mode, name):
     run = RUNS["adascale"]
     result = runs.train("tpu", *run, trace=POLICIES[name]())
     assert len(set(result["sizes"][WARM_UP:])) > 1
+    monkeypatch.setattr(flow, "_HOSTS", ())  # the last gains of the replay are one step late, too
     check(result, runs.train("cpu", *run, trace=result["sizes"]))
 
 
