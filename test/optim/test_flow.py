@@ -209,11 +209,12 @@ def test_late_norms_that_are_not_finite_are_not_averaged(monkeypatch, on_device)
 
 @pytest.mark.parametrize("hosts", [("cpu",), ()])
 def test_nonfinite_norms_that_are_read_at_once_are_not_averaged(monkeypatch, hosts):
-    """They are where nothing is skipped, and one step late only after the first estimates."""
+    """Norms are read at once on the host, and for the first estimates also on an accelerator."""
     not_fused(monkeypatch)
     monkeypatch.setattr(flow, "_HOSTS", hosts)
     run = Run(skip_nonfinite=False, model=None)
     noise = [run.optimizer.noise for _ in run.steps(bad=(3,))]
+    assert noise[2] != noise[0]
     assert all(p.isnan().all() for p in run.model[3].parameters())  # as in a plain loop
     assert noise[2:] == [noise[2]] * (len(TRACE) - 2)
 
