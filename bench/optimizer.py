@@ -1,12 +1,14 @@
 """Time of an update of 4 accumulated minibatches in one process, compared with a hand-written loop and other AdaScales.
 
-In CPU time of one thread, which excludes the time of other programs.
+In CPU time of one thread, which excludes the time of other programs. "Operations" are the tensor operations of an
+update of this library, without its Python code.
 """
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -30,6 +32,7 @@ Losses = list[Callable[[nn.Module], torch.Tensor]]
 
 def main() -> None:
     print_machine()
+    os.environ["OMP_NUM_THREADS"] = "1"  # not every matrix product obeys torch.set_num_threads()
     for compare in (compare_mlp, compare_resnet):
         # a separate process each: AdaptDL initializes the process group, of which there can be only one
         process = multiprocessing.get_context("spawn").Process(target=compare)
@@ -56,7 +59,9 @@ def compare(name: str, model: nn.Module, inputs: torch.Tensor, *, updates: int, 
     updaters = {
         "by hand": by_hand(deepcopy(model), losses),
         "by hand again": by_hand(deepcopy(model), losses),
+        "linear rule's operations": operations(deepcopy(model), losses, measures=False),
         "vbs.LinearRuleOptimizer": with_vbs(vbs.LinearRuleOptimizer, deepcopy(model), losses, len(inputs[0])),
+        "AdaScale's operations": operations(deepcopy(model), losses, measures=True),
         "vbs.AdaScaleOptimizer": with_vbs(vbs.AdaScaleOptimizer, deepcopy(model), losses, len(inputs[0])),
     }
     fairscale = peers.fairscale_adascale()
@@ -95,6 +100,37 @@ def by_hand(model: nn.Module, losses: Losses) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return update
+
+
+def operations(model: nn.Module, losses: Losses, *, measures: bool) -> Callable[[], None]:
+    """Flat sums of the gradients, and with `measures` the squared norms of each minibatch's and of their mean."""
+    optimizer, parameters = sgd(model), list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+    sums = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)]
+
+    def update() -> None:
+        squares = []
+        for number, loss in enumerate(losses):
+            loss(model).backward()
+            gradients = [p.grad for p in parameters]
+            if measures:
+                squares.append(squared_norm(gradients))
+            (torch._foreach_add_ if number else torch._foreach_copy_)(sums, gradients)
+            for p in parameters:
+                p.grad = None
+        flat.mul_(1 / NUM_MINIBATCHES)
+        if measures:
+            torch.stack([*squares, squared_norm(sums)]).tolist()
+        for p, gradient in zip(parameters, sums, strict=True):
+            p.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm(gradients)).square_().sum()
 
 
 def with_vbs(kind: Any, model: nn.Module, losses: Losses, minibatch_size: int) -> Callable[[], None]:

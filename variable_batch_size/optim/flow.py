@@ -228,6 +228,8 @@ class Flow:
 
 
 def _observed(step: Step, measured: Measured) -> Step:
+    if measured.weight is None and measured.of_samples is None:
+        return step
     weights: Any = {"weight": measured.weight, "num_weighted": measured.num_weighted}
     return dataclasses.replace(step, of_samples=measured.of_samples, **weights)
 

@@ -162,17 +162,19 @@ class NoiseAverage:
         decay = decay_at(scale, self.smoothing) ** steps
         if self.starts_with_mean:
             decay = at_most(decay, 1 - 1 / (self.count + 1))
-        total = self._sum * decay + noise * (1 - decay)
-        self._sum = Noise(
-            where(is_counted, total.variance, self._sum.variance),
-            where(is_counted, total.square_norm, self._sum.square_norm),
-        )
-        self._weight = where(is_counted, decay * self._weight + (1 - decay), self._weight)
-        self.count = self.count + is_counted
-        if is_tensor(total.variance):
+        rest, old = 1 - decay, self._sum
+        variance = old.variance * decay + noise.variance * rest
+        square_norm = old.square_norm * decay + noise.square_norm * rest
+        weight = decay * self._weight + rest
+        if is_counted is not True:
+            variance = where(is_counted, variance, old.variance)
+            square_norm = where(is_counted, square_norm, old.square_norm)
+            weight = where(is_counted, weight, self._weight)
+        self._sum, self._weight, self.count = Noise(variance, square_norm), weight, self.count + is_counted
+        if is_tensor(variance):
             return 0.0
-        part = abs(noise.variance * (1 - decay) / total.variance) if total.variance else 0.0
-        return part if part > 2.5 * (1 - decay) else 0.0
+        part = abs(noise.variance * rest / variance) if variance else 0.0
+        return part if part > 2.5 * rest else 0.0
 
     @property
     def noise(self) -> Noise | None:
@@ -215,13 +217,13 @@ class NoiseSpread:
         """Add the estimate of one step at scale S, if it counts, as that of several steps."""
         decay = decay_at(scale, self.smoothing) ** steps
         v, g, rest = noise.variance, noise.square_norm, 1 - decay
-        new = [
-            old * decay + value * rest for old, value in zip(self._moments, (v, g, v * v, g * g, v * g), strict=True)
-        ]
-        self._moments = [where(is_counted, one, old) for one, old in zip(new, self._moments, strict=True)]
-        self._weight = where(is_counted, self._weight * decay + rest, self._weight)
-        square = self._square_weight * decay * decay + rest * rest
-        self._square_weight = where(is_counted, square, self._square_weight)
+        before = [*self._moments, self._weight, self._square_weight]
+        values = (v, g, v * v, g * g, v * g)
+        after = [old * decay + value * rest for old, value in zip(self._moments, values, strict=True)]
+        after += [self._weight * decay + rest, self._square_weight * decay * decay + rest * rest]
+        if is_counted is not True:
+            after = [where(is_counted, new, old) for new, old in zip(after, before, strict=True)]
+        *self._moments, self._weight, self._square_weight = after
 
     def interval(self, noise: Noise) -> tuple[float, float]:
         """The ends of the 95 % interval of V/G² around averages V and G²; NaN with less than 4 independent steps.

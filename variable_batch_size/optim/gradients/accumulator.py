@@ -93,13 +93,15 @@ class StepGradient:
 
     def numbers(self) -> torch.Tensor:
         """What :meth:`measure` reads, on the device."""
-        own = self._accumulator
-        numbers = [own._numbers(), own._squared_norms_by_group(own._gradients_by_group())]
-        if own.divisors is not None:  # what has no divisor must be finite, too
-            numbers.append(own._squared_norm_of_step().view(1))
+        own, groups = self._accumulator, self._accumulator._measured()
         divisors = own.divisors
-        self._are_measured = [divisors is None or any(p in divisors for p in group) for group in own._measured()]
-        return torch.cat([number.to(numbers[-1].dtype) for number in numbers])
+        numbers = [own._numbers(), own._squared_norms_by_group(own._gradients_by_group())]
+        self._are_measured = [True] * len(groups)
+        if divisors is not None:  # what has no divisor must be finite, too
+            self._are_measured = [any(p in divisors for p in group) for group in groups]
+            numbers.append(own._squared_norm_of_step().view(1))
+        dtype = numbers[-1].dtype
+        return torch.cat([number if number.dtype == dtype else number.to(dtype) for number in numbers])
 
     def interpret(
         self, values: Sequence[Number], *, is_finite: bool | None = None, n: Number | None = None
@@ -287,7 +289,8 @@ class GradientAccumulator(ABC):
             if weight is not None:
                 squares = per_weight(squares, weight)
             if self._step_squares is not None:
-                squares[: len(self._step_squares)] += self._step_squares  # a group may have been added since
+                number = len(self._step_squares)  # a group may have been added since
+                (squares if number == len(squares) else squares[:number]).add_(self._step_squares)
             self._step_squares = squares
         if weight is not None:
             self._weight = self._weight + weight
@@ -295,7 +298,10 @@ class GradientAccumulator(ABC):
 
     def _numbers(self) -> torch.Tensor:
         """The numbers of the step; 0 where nothing was measured or weighted."""
-        numbers = self._squared_norm([]).repeat(len(self._measured()) + 2)
+        num_squares = len(self.inner.param_groups) + (self.norm_layers is not None)
+        if not self._is_weighted and self._step_squares is not None and len(self._step_squares) == num_squares:
+            return torch.constant_pad_nd(self._step_squares, (0, 2))  # the same as below in one operation
+        numbers = self._squared_norm([]).repeat(num_squares + 2)
         self._write_numbers(numbers)
         return numbers
 
@@ -325,6 +331,10 @@ class GradientAccumulator(ABC):
         # as parameters_of() does, without another call in every minibatch
         return list(chain.from_iterable(map(itemgetter("params"), self.inner.param_groups)))
 
+    def _first(self) -> torch.nn.Parameter:
+        first: torch.nn.Parameter = next(chain.from_iterable(map(itemgetter("params"), self.inner.param_groups)))
+        return first
+
     def _measured(self) -> list[list[torch.nn.Parameter]]:
         """The parameters of each group, after those of norm layers if their samples are measured: none if not now."""
         groups = [group["params"] for group in self.inner.param_groups]
@@ -347,7 +357,7 @@ class GradientAccumulator(ABC):
 
     def _gradients_by_group(self) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """For each group, the parameters that have a gradient, and the gradient."""
-        return [[(p, p.grad) for p in group if p.grad is not None] for group in self._measured()]
+        return [[(p, grad) for p in group if (grad := p.grad) is not None] for group in self._measured()]
 
     @abstractmethod
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:

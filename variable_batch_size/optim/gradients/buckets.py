@@ -18,7 +18,7 @@ from variable_batch_size.optim.gradients.accumulator import (
 )
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint64
 from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
-from variable_batch_size.optim.gradients.norms import sharded_squared_norms, squared_norm
+from variable_batch_size.optim.gradients.norms import sharded_squared_norms, squared_norm, squared_norms
 from variable_batch_size.optim.token_weights import Weight
 
 
@@ -133,24 +133,17 @@ class BucketAccumulator(GradientAccumulator):
             self._add(parameters, plan)
 
     def _num_numbers(self) -> int:
-        own = len(self._measured()) + 2 if self._fixed_point is None else self._fixed_point.num_numbers()
-        return own + NUM_DIGEST
+        if self._fixed_point is not None:
+            return self._fixed_point.num_numbers() + NUM_DIGEST
+        return len(self.inner.param_groups) + (self.norm_layers is not None) + 2 + NUM_DIGEST
 
     def _add(self, parameters: list[torch.nn.Parameter], plan: StepPlan) -> None:
         """Add the gradients of the minibatch to the buckets, and leave ``p.grad`` None."""
-        used = []
-        for p in parameters:
-            if not p.requires_grad and p.grad is not None:
-                self._frozen.add(p)
-            if p.requires_grad or p in self._frozen:
-                used.append(p)
-        self._ensure_buckets(used)
+        self._ensure_buckets([p for p in parameters if p.requires_grad or self._is_assigned(p)])
         buckets, is_first = self._buckets, not self._has_sums
-        gradients, indices = [], []
-        for index, p in enumerate(buckets.parameters):
-            if p.grad is not None:
-                indices.append(index)
-                gradients.append(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+        present = [(index, grad) for index, p in enumerate(buckets.parameters) if (grad := p.grad) is not None]
+        indices = [index for index, _ in present]
+        gradients = [grad.to_dense() if grad.is_sparse else grad for _, grad in present]
         if self._model_parallel is not None:
             gradients = [to_local(gradient) for gradient in gradients]
         if self._fixed_point is not None:
@@ -164,6 +157,12 @@ class BucketAccumulator(GradientAccumulator):
         self._has_sums = True
         for p in parameters:
             p.grad = None
+
+    def _is_assigned(self, p: torch.nn.Parameter) -> bool:
+        """Whether a parameter that requires no gradient was assigned one, now or before."""
+        if p.grad is not None:
+            self._frozen.add(p)
+        return p in self._frozen
 
     def _ensure_buckets(self, parameters: list[torch.nn.Parameter]) -> None:
         """Have buckets for the parameters as they are now, with the sums so far."""
@@ -210,7 +209,7 @@ class BucketAccumulator(GradientAccumulator):
             buckets.mul_(inverse)
         if not self.is_view:
             for p, view, is_present in zip(buckets.parameters, buckets.views, self._is_present, strict=True):
-                gradient = view.to(p.dtype)
+                gradient = view.to(p.dtype) if buckets.is_narrow else view
                 p.grad = None if not is_present else from_local_like(p, gradient) if is_sharded else gradient
         elif self._wide is not None:
             torch._foreach_copy_(self._buckets.views, self._wide.views)
@@ -419,13 +418,13 @@ class BucketAccumulator(GradientAccumulator):
 
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if self._model_parallel is None:
-            return squared_norm(gradients, like=self._parameters()[0])
+            return squared_norm(gradients, like=self._first())
         return self._squared_norms([gradients])[0]
 
     def _squared_norms(self, lists: list[list[torch.Tensor]]) -> torch.Tensor:
         if self._model_parallel is None:
-            return super()._squared_norms(lists)
-        like = to_local(self._parameters()[0])
+            return squared_norms(lists, like=self._first())
+        like = to_local(self._first())
         return sharded_squared_norms(lists, self._model_parallel, self._model_groups, like=like)
 
 

@@ -26,15 +26,22 @@ def squared_norm(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Te
     return torch.stack(norms_of(tensors, like=like)).square_().sum()
 
 
+def squared_norms(lists: Sequence[list[torch.Tensor]], *, like: torch.Tensor) -> torch.Tensor:
+    """The squared norm of each of several lists of tensors."""
+    if len(lists) == 1 and lists[0]:  # one operation less
+        return torch.stack(norms_of(lists[0], like=like)).square_().sum(0, keepdim=True)
+    return torch.stack([squared_norm(tensors, like=like) for tensors in lists])
+
+
 def norms_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> list[torch.Tensor]:
     """The norm of each of several tensors, on the device of `like` and in float32 at least."""
-    kinds = {(tensor.dtype, tensor.layout) for tensor in tensors}
-    dtype, layout = kinds.pop() if len(kinds) == 1 else (None, None)
+    kinds = {(tensor.dtype, tensor.layout, tensor.device) for tensor in tensors}
+    dtype, layout, device = kinds.pop() if len(kinds) == 1 else (None, None, None)
     if dtype in _FOREACH and layout is torch.strided:  # one kernel, which is much faster on a GPU
         norms = torch._foreach_norm(tensors) if dtype in _EXACT else torch._foreach_norm(tensors, dtype=torch.float32)
     else:
         norms = tuple(_norm_of(tensor) for tensor in tensors)
-    return [norm if norm.device == like.device else norm.to(like.device) for norm in norms]
+    return list(norms) if device == like.device else [norm.to(like.device) for norm in norms]
 
 
 def _norm_of(tensor: torch.Tensor) -> torch.Tensor:
