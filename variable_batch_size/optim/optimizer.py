@@ -332,7 +332,7 @@ class CustomOptimizer(OptimizerProxy):
             halves.refuse_order()
         if not runs.number:
             self._begin_first_minibatch(is_closure=is_closure)
-        if not runs.number or runs.number >= sampler.num_read:
+        if not runs.number or (runs.number >= sampler.num_read and sampler.must_be_read):
             sampler.check_run(runs)
         if halves.next == 1:
             halves.next = 2

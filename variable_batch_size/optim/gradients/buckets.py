@@ -1,6 +1,8 @@
 """BucketAccumulator: gradients on eager devices, accumulated in flat buckets."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, final
 
 import torch
@@ -20,6 +22,8 @@ from variable_batch_size.optim.gradients.fixed_point import FixedPoint64
 from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
 from variable_batch_size.optim.gradients.norms import sharded_squared_norms, squared_norm, squared_norms
 from variable_batch_size.optim.token_weights import Weight
+
+_grad_of, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")
 
 
 @final
@@ -74,9 +78,10 @@ class BucketAccumulator(GradientAccumulator):
         self.begin_epoch(0)
 
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
-        fixed_point, is_several = self._fixed_point, self.communicator.num_replicas > 1
-        is_held = plan.is_open or (self.is_one_of_several and is_several)
-        if fixed_point is None or fixed_point.scale.has_asked or not is_held:
+        if self._fixed_point is None or self._fixed_point.scale.has_asked:
+            self._accumulate(plan, weight)
+            return
+        if not plan.is_open and not (self.is_one_of_several and self.communicator.num_replicas > 1):
             self._accumulate(plan, weight)
             return
         # the first units are summed right before the reduction: otherwise another optimizer would reduce in between
@@ -128,7 +133,8 @@ class BucketAccumulator(GradientAccumulator):
             or self._has_sums
             or self.communicator.num_replicas > 1
             or fixed_point is not None
-            or _any_sparse(parameters)  # sums are dense, and the state of the inner optimizer cannot take both
+            # sums are dense, and the state of the inner optimizer cannot take both
+            or any(p.grad is not None and p.grad.is_sparse for p in parameters)
         ):
             self._add(parameters, plan)
 
@@ -141,19 +147,24 @@ class BucketAccumulator(GradientAccumulator):
         """Add the gradients of the minibatch to the buckets, and leave ``p.grad`` None."""
         self._ensure_buckets([p for p in parameters if p.requires_grad or self._is_assigned(p)])
         buckets, is_first = self._buckets, not self._has_sums
-        present = [(index, grad) for index, p in enumerate(buckets.parameters) if (grad := p.grad) is not None]
-        indices = [index for index, _ in present]
-        gradients = [grad.to_dense() if grad.is_sparse else grad for _, grad in present]
+        gradients, number = list(map(_grad_of, buckets.parameters)), len(buckets.parameters)
+        indices: Sequence[int] = range(number)
+        if any(map(is_, gradients, repeat(None))):
+            indices = [index for index in indices if gradients[index] is not None]
+            gradients = [gradients[index] for index in indices]
+        if any(map(_is_sparse, gradients)):
+            gradients = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
         if self._model_parallel is not None:
             gradients = [to_local(gradient) for gradient in gradients]
         if self._fixed_point is not None:
             self._fixed_point.add_(buckets, indices, gradients, plan.num_minibatches, is_first=is_first)
         else:
             buckets.add_(indices, gradients, is_first=is_first)
-        if is_first:
-            self._is_present = [False] * len(buckets.parameters)
-        for index in indices:
-            self._is_present[index] = True
+        if is_first or len(indices) == number:
+            self._is_present = [len(indices) == number] * number
+        if len(indices) < number:
+            for index in indices:
+                self._is_present[index] = True
         self._has_sums = True
         for p in parameters:
             p.grad = None
@@ -430,10 +441,3 @@ class BucketAccumulator(GradientAccumulator):
 
 def _is_narrow(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.float16, torch.bfloat16)
-
-
-def _any_sparse(parameters: list[torch.nn.Parameter]) -> bool:
-    for p in parameters:  # noqa: SIM110 (a generator takes longer)
-        if p.grad is not None and p.grad.is_sparse:
-            return True
-    return False

@@ -179,7 +179,9 @@ class FixedPoint64(_FixedPoint):
             raise RuntimeError("With `exact`, no parameter group can be added within a step.")
         self._parts = parts if self._parts is None else self._parts + parts
 
-    def add_(self, buckets: GradientBuckets, indices: list[int], gradients: Tensors, n: int, *, is_first: bool) -> None:
+    def add_(
+        self, buckets: GradientBuckets, indices: Sequence[int], gradients: Tensors, n: int, *, is_first: bool
+    ) -> None:
         """Add the gradients of some of the buckets' parameters; those of a step's first minibatch are written."""
         largest = _largest_of_each(gradients).tolist() if gradients else []
         views, constants, are_new, written = [], [], [], set()

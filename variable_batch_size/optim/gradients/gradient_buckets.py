@@ -1,5 +1,6 @@
 """GradientBuckets: flat tensors that hold the gradients of a model, so that one all-reduce sums them."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import attrgetter, is_
 from sys import getrefcount
@@ -117,7 +118,7 @@ class GradientBuckets:
         """A number for each bucket, which changes with every write to it."""
         return [flat._version for flat in self.flats]
 
-    def add_(self, indices: list[int], gradients: list[torch.Tensor], *, is_first: bool) -> None:
+    def add_(self, indices: Sequence[int], gradients: list[torch.Tensor], *, is_first: bool) -> None:
         """Add the gradients of some parameters; those of a step's first minibatch are copied."""
         is_complete = len(indices) == len(self.parameters)
         if is_first and is_complete and gradients:
