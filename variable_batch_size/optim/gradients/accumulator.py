@@ -289,8 +289,8 @@ class GradientAccumulator(ABC):
             if weight is not None:
                 squares = per_weight(squares, weight)
             if self._step_squares is not None:
-                number = len(self._step_squares)  # a group may have been added since
-                (squares if number == len(squares) else squares[:number]).add_(self._step_squares)
+                number = self._step_squares.numel()  # a group may have been added since
+                (squares if number == squares.numel() else squares[:number]).add_(self._step_squares)
             self._step_squares = squares
         if weight is not None:
             self._weight = self._weight + weight
@@ -299,7 +299,7 @@ class GradientAccumulator(ABC):
     def _numbers(self) -> torch.Tensor:
         """The numbers of the step; 0 where nothing was measured or weighted."""
         num_squares = len(self.inner.param_groups) + (self.norm_layers is not None)
-        if not self._is_weighted and self._step_squares is not None and len(self._step_squares) == num_squares:
+        if not self._is_weighted and self._step_squares is not None and self._step_squares.numel() == num_squares:
             return torch.constant_pad_nd(self._step_squares, (0, 2))  # the same as below in one operation
         numbers = self._squared_norm([]).repeat(num_squares + 2)
         self._write_numbers(numbers)
