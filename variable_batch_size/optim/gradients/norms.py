@@ -28,9 +28,12 @@ def squared_norm(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Te
 
 def squared_norms(lists: Sequence[list[torch.Tensor]], *, like: torch.Tensor) -> torch.Tensor:
     """The squared norm of each of several lists of tensors."""
-    if len(lists) == 1 and lists[0]:  # one operation less
-        return torch.stack(norms_of(lists[0], like=like)).square_().sum(0, keepdim=True)
-    return torch.stack([squared_norm(tensors, like=like) for tensors in lists])
+    places = [place for place, tensors in enumerate(lists) if tensors]
+    if len(places) != 1:
+        return torch.stack([squared_norm(tensors, like=like) for tensors in lists])
+    (place,) = places  # the usual case, with fewer operations
+    square = torch.stack(norms_of(lists[place], like=like)).square_().sum(0, keepdim=True)
+    return square if len(lists) == 1 else torch.constant_pad_nd(square, (place, len(lists) - place - 1))
 
 
 def norms_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> list[torch.Tensor]:
