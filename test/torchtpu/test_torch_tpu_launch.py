@@ -19,7 +19,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
 
 def start(*arguments):
     root = SCRIPT.parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{SCRIPT.parent}", "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([str(root), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, *map(str, arguments)]
     output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read later; a full pipe would stop the process)
     return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT), output
