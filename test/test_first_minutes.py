@@ -9,6 +9,7 @@ import textwrap
 import venv
 from importlib.util import find_spec
 
+import forked
 import pytest
 from documents import ROOT
 
@@ -22,17 +23,28 @@ def make(*arguments):
 
 @pytest.fixture(scope="module")
 def demo():
-    """The output of the demo, and the rows of its table; XLA compiles its programs without optimizing them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-        done = make("demo", f"VENV={sys.prefix}")
+    """The output of the demo, and the rows of its table; XLA compiles its programs without optimizing them.
+
+    Its command is run as make would run it, on processes that need not import torch again.
+    """
+    environment = f"VENV={sys.prefix}"
+    checked = make("complete", "EXTRAS=demo", environment)
+    assert checked.returncode == 0, checked.stderr
+    *_, command = make("--dry-run", "demo", environment).stdout.splitlines()
+    program, *arguments = command.split()
+    assert program == f"{sys.prefix}/bin/python"
+    faster = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    done = forked.run_script(*arguments, folder=ROOT, environment=faster)
     assert done.returncode == 0, done.stderr
     return done.stdout, dict(re.findall(r"^(\S.*?) {2,}(.+)$", done.stdout, re.MULTILINE))
 
 
-def test_demo_installs_nothing_and_prints_the_type_of_its_cores(demo):
+def test_demo_installs_nothing_in_an_environment_that_has_its_packages():
+    assert "pip" not in make("--dry-run", "demo", f"VENV={sys.prefix}").stdout
+
+
+def test_demo_prints_the_type_of_its_cores(demo):
     said, _ = demo
-    assert "pip" not in said
     assert ("4 virtual XLA cores" in said) == HAS_XLA
     assert ("4 gloo processes" in said) != HAS_XLA
 
@@ -156,6 +168,10 @@ SKIPPED = """
 """
 
 
+def run_pytest(arguments):
+    sys.exit(pytest.main(arguments))
+
+
 def test_last_line_is_the_number_of_skipped_xla_tests_and_long_ones_are_left_to_make_soak(tmp_path):
     (tmp_path / "test_xla.py").write_text(textwrap.dedent(SKIPPED))
     conftest = (ROOT / "test" / "conftest.py").read_text()
@@ -164,8 +180,8 @@ def test_last_line_is_the_number_of_skipped_xla_tests_and_long_ones_are_left_to_
     conftest = conftest.replace('find_spec("torch_xla")', "None")
     conftest = conftest.replace('import_module("torch._dynamo")', "pass")  # it takes seconds, and nothing here uses it
     (tmp_path / "conftest.py").write_text(conftest)
-    command = [sys.executable, "-m", "pytest", "-c", ROOT / "setup.cfg", "--rootdir", tmp_path, "-n", "1"]
-    done = subprocess.run([*command, tmp_path], cwd=tmp_path, capture_output=True, text=True)
+    command = ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(tmp_path), "-n", "1", str(tmp_path)]
+    done = forked.run(run_pytest, command, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     expected = "5 XLA tests did not run: torch_xla has no wheel for this processor (Linux on riscv64)"
     assert done.stdout.splitlines()[-1] == expected.replace("Linux", platform.system())
