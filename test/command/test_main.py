@@ -422,7 +422,7 @@ def test_help_imports_no_large_package():
         assert not {"torch", "torch_xla", "numpy", "pandas", "matplotlib"} & loaded_by(*arguments)
 
 
-def test_no_command_imports_torch_and_only_plots_import_matplotlib():
+def test_no_command_imports_torch_or_pandas_and_only_plots_import_matplotlib():
     options = ["--dataset-size", "1K", "--minibatch-size", "32", "--cores", "4"]
     for arguments in (
         ["plan", "traces/spot.csv", *options],
@@ -430,7 +430,7 @@ def test_no_command_imports_torch_and_only_plots_import_matplotlib():
         ["make", "constant", "32", "--steps", "5"],
         ["convert", "traces/spot.csv", "--to", "stages"],
     ):
-        assert not {"torch", "torch_xla", "matplotlib"} & loaded_by(*arguments)
+        assert not {"torch", "torch_xla", "pandas", "matplotlib"} & loaded_by(*arguments)
 
 
 def test_plot_without_matplotlib_names_the_package_to_install():

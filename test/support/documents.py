@@ -13,6 +13,8 @@ from pathlib import Path
 
 import forked
 
+from variable_batch_size.command.main import main
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -27,15 +29,23 @@ def blocks(document, language):
 
 
 def output_of(command, folder):
-    """The output of a command in a terminal of 80 columns."""
+    """The output of a command in a terminal of 80 columns; a single ``vbs`` does not start an interpreter."""
+    environment = {"COLUMNS": "80", "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
+    if command.startswith("vbs ") and not set(command) & set("|&;<>$`\n"):
+        return forked.run(_vbs, shlex.split(command)[1:], folder=folder, environment=environment).stdout
     python = shlex.quote(sys.executable)
     functions = f'vbs() {{ {python} -m variable_batch_size "$@"; }}; python() {{ {python} "$@"; }}; '
-    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
     shell = ["bash", "-c", functions + command]
+    environment = {**os.environ, **environment}
     done = subprocess.run(
         shell, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
     )
     return done.stdout
+
+
+def _vbs(arguments):
+    sys.stderr = sys.stdout
+    sys.exit(main(arguments))
 
 
 def commands_of(block):

@@ -1,6 +1,8 @@
 import os
 import re
 import threading
+from importlib import import_module
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,17 @@ BATCH_SIZES = st.lists(st.integers(1, 2**63 - 1), min_size=1, max_size=30)
 NOISE = st.sampled_from(["", " ", "\t ", "#", "# 0,64", "  # indented", "# step,batchsize", '# a "quote', "# ünïcode"])
 BLANKS = st.sampled_from(["", "", " ", "  ", "\t"])
 LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
+
+
+def reading(*, at_once):
+    """In this context, pandas reads even small files, and what it rejects is read by row; or all is read by row."""
+    return patch.object(import_module("variable_batch_size.traces.trace"), "_FEW_BYTES", 0 if at_once else 2**63)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def both_readers():
+    with reading(at_once=True):
+        yield
 
 
 def rejects(path, line, message):
@@ -92,15 +105,24 @@ def test_any_text_is_read_or_rejected_with_the_line(save, text):
 
 def assert_is_read_or_rejected_with_the_line(path):
     num_lines = len(re.split(rb"\r\n|\r|\n", path.read_bytes()))
-    try:
-        trace = Trace.read(path)
-    except ValueError as error:
-        named = re.match(rf"{re.escape(str(path))}:([0-9]+): ", str(error))
+    sizes, error = outcome = outcome_of(path)
+    if error:
+        named = re.match(rf"{re.escape(str(path))}:([0-9]+): ", error)
         assert named, error
         assert 1 <= int(named[1]) <= num_lines + 1
     else:
-        assert 1 <= len(trace) < num_lines
-        assert trace.sizes.min() > 0
+        assert 1 <= len(sizes) < num_lines
+        assert min(sizes) > 0
+    with reading(at_once=False):
+        assert outcome_of(path) == outcome
+
+
+def outcome_of(path):
+    """The batch sizes in a file, or the error."""
+    try:
+        return list(Trace.read(path)), None
+    except ValueError as error:
+        return None, str(error)
 
 
 @pytest.mark.parametrize(
