@@ -3,6 +3,7 @@
 import json
 import re
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import forked
@@ -14,6 +15,12 @@ from variable_batch_size.runs import state_file
 
 SCRIPT = Path(__file__).parent / "variable_train_mnist.py"
 NO_DATA = ["--datadir", "there/is/nothing/here"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sklearn():
+    """Imported once, instead of in each forked process, where it takes a second."""
+    return import_module("sklearn.datasets")
 
 
 def run(*flags, torchrun=()):

@@ -4,8 +4,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from importlib import import_module
 from types import SimpleNamespace
@@ -229,8 +227,9 @@ def test_under_torchrun_launch_runs_the_function_after_a_barrier(tmp_path):
     script.write_text(UNDER_TORCHRUN)
     results = tmp_path / "results"  # one file per process: their output might be interleaved
     results.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run([*command, str(script), str(results)], check=True)
+    flags = ["--standalone", "--nproc-per-node=2"]
+    done = forked.run(forked.torchrun, flags, script, results, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert [(results / rank).read_text() for rank in "01"] == ["[(0, 2)] ['1']", "[(1, 2)] ['1']"]
 
 
@@ -280,7 +279,7 @@ def test_under_torchrun_processes_that_would_train_alone_raise(arguments, beginn
 def test_script_without_a_main_guard_is_named(tmp_path):
     script = tmp_path / "script.py"
     script.write_text('import variable_batch_size as vbs\nvbs.launch(print, cores=1, backend="gloo")\n')
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    done = forked.start_script(script, folder=tmp_path, spawns=True).finish()
     said = 'died with exit code 1: see its output, and call launch() under `if __name__ == "__main__":` in a script'
     assert done.returncode == 1 and done.stderr.rstrip().endswith(said)
 
@@ -304,11 +303,11 @@ def test_processes_exit_when_their_parent_is_killed(tmp_path):
     (tmp_path / "parent.py").write_text(PARENT)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py"), str(fifo)])
+    parent = forked.start_script(tmp_path / "parent.py", fifo, folder=tmp_path, spawns=True)
     with open(fifo) as file:
         assert file.readline() == "started\n"
-        parent.kill()
-        parent.wait()
+        parent.send_signal(signal.SIGKILL)
+        parent.finish()
         assert file.read() == ""  # end of file: no process holds the other end
 
 

@@ -182,8 +182,8 @@ thread.start()
 thread.join()
 run(sys.argv[1] + "/main")
 """
-    command = [sys.executable, "-c", ON_REQUEST + code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST_SECONDS)
+    (tmp_path / "script.py").write_text(ON_REQUEST + code)
+    done = forked.run_script(tmp_path / "script.py", tmp_path, folder=tmp_path)
     assert (done.returncode, done.stderr) == (75, "")
     assert done.stdout.splitlines() == [
         "SIGTERM can only be handled in the main thread, and will end this process without a checkpoint: call "

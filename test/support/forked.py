@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
@@ -41,15 +41,16 @@ class Program:
     Args:
         function, args, folder, environment: as for `run`.
         ignores_sigint: whether it is started like a background program of a shell.
+        spawns: whether `vbs.launch` in it starts new interpreters, as for users.
     """
 
-    def __init__(self, function, *args, folder, environment=None, ignores_sigint=False):
+    def __init__(self, function, *args, folder, environment=None, ignores_sigint=False, spawns=False):
         self._function = function
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 (`finish` closes them)
         on_sigint = signal.SIG_IGN if ignores_sigint else signal.default_int_handler
         numbers = [file.fileno() for file in self._files]
         self._process = multiprocessing.get_context("fork").Process(
-            target=_run, args=(function, args, folder, environment or {}, numbers, on_sigint)
+            target=_run, args=(function, args, folder, environment or {}, numbers, on_sigint, spawns)
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads is intended
@@ -77,9 +78,9 @@ def run_script(path, *arguments, folder, environment=None):
     return start_script(path, *arguments, folder=folder, environment=environment).finish()
 
 
-def start_script(path, *arguments, folder, environment=None):
+def start_script(path, *arguments, folder, environment=None, spawns=False):
     """Start a file as a script with these arguments; returns a `Program`."""
-    return Program(run_script_here, path, *arguments, folder=folder, environment=environment)
+    return Program(run_script_here, path, *arguments, folder=folder, environment=environment, spawns=spawns)
 
 
 class Leader:
@@ -135,7 +136,7 @@ def torchrun(flags, path, *arguments):
         torchrun_program.main([*flags, str(path), *map(str, arguments)])
 
 
-def _run(function, args, folder, environment, files, on_sigint):
+def _run(function, args, folder, environment, files, on_sigint, spawns):
     for own, standard in zip(files, (1, 2), strict=True):
         os.dup2(own, standard)
     _print_to_files()
@@ -143,7 +144,7 @@ def _run(function, args, folder, environment, files, on_sigint):
     os.chdir(folder)
     _reset_signals_and_messages()
     signal.signal(signal.SIGINT, on_sigint)
-    with launches():
+    with nullcontext() if spawns else launches():
         function(*args)
 
 
