@@ -204,7 +204,8 @@ def test_run_that_kills_its_worker_fails_and_the_others_complete(tmp_path, monke
 )
 def test_object_that_is_not_an_executor_raises(tmp_path, capsys, monkeypatch, executor, message):
     monkeypatch.chdir(comparisons.HERE)
-    assert main(["compare", "--executor", executor, "--out", str(tmp_path / "out")]) == 1
+    options = [*map(str, LINE), "--executor", executor, "--out", str(tmp_path / "out")]
+    assert main(["compare", *options]) == 1
     assert message in capsys.readouterr().err
 
 
