@@ -3,12 +3,14 @@
 import copy
 import math
 import pickle
+from itertools import islice
 
 import pytest
 import torch
 from count_reads import CountReads
 from torch import nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import variable_batch_size as vbs
 from variable_batch_size.optim import flow
@@ -426,3 +428,27 @@ def test_rule_may_be_changed(on_device):
                 run.optimizer.rule.warmup_samples = 20
         results.append(found)
     assert_same(*results)
+
+
+class Operations(TorchDispatchMode):
+    num = 0
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        self.num += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("rule", "most"), [("linear", 5), ("adascale", 140)])
+def test_operations_of_an_update_on_the_device(on_device, rule, most):
+    """The host pays for each, on XLA by tracing it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    sampler = vbs.CustomSampler(dataset_size=1000, trace=16, minibatch_size=4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optimizer = vbs.CustomOptimizer(inner, sampler, rule=rule, ref_batchsize=8)
+    numbers = []
+    for _ in islice(sampler, 16):
+        model(torch.randn(4, 8)).square().sum().backward()
+        with Operations() as operations:
+            optimizer.step()
+        numbers.append(operations.num)
+    assert numbers[11] == numbers[15] <= most  # without the first two steps, whose numbers are those of the host
