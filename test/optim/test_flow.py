@@ -7,10 +7,10 @@ from itertools import islice
 
 import pytest
 import torch
+from count_operations import CountOperations
 from count_reads import CountReads
 from torch import nn
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import variable_batch_size as vbs
 from variable_batch_size.optim import flow
@@ -430,14 +430,6 @@ def test_rule_may_be_changed(on_device):
     assert_same(*results)
 
 
-class Operations(TorchDispatchMode):
-    num = 0
-
-    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
-        self.num += 1
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("rule", "most"), [("linear", 5), ("adascale", 140)])
 def test_operations_of_an_update_on_the_device(on_device, rule, most):
     """The host pays for each, on XLA by tracing it."""
@@ -448,7 +440,7 @@ def test_operations_of_an_update_on_the_device(on_device, rule, most):
     numbers = []
     for _ in islice(sampler, 16):
         model(torch.randn(4, 8)).square().sum().backward()
-        with Operations() as operations:
+        with CountOperations() as operations:
             optimizer.step()
         numbers.append(operations.num)
     assert numbers[11] == numbers[15] <= most  # without the first two steps, whose numbers are those of the host

@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from count_operations import CountOperations
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import variable_batch_size as vbs
 from variable_batch_size.optim import flow
@@ -190,14 +190,6 @@ def test_autoscale_does_not_probe_for_the_noise():
     assert not any("noise unknown" in reason for reason in reasons)
 
 
-class Operations(TorchDispatchMode):
-    num = 0
-
-    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
-        self.num += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_a_step_that_is_not_measured_has_one_operation_more_than_with_noise_measured():
     """The host pays for each."""
     numbers = []
@@ -207,7 +199,7 @@ def test_a_step_that_is_not_measured_has_one_operation_more_than_with_noise_meas
         sampler.must_be_read = False
         for _ in range(3):
             loss_of(model, X[:MINIBATCH], Y[:MINIBATCH]).backward()
-            with Operations() as operations:
+            with CountOperations() as operations:
                 optimizer.step()
         numbers.append(operations.num)
     assert numbers[1] - numbers[0] <= 1

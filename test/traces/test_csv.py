@@ -1,6 +1,7 @@
 import os
 import re
 import threading
+from contextlib import nullcontext
 from importlib import import_module
 from unittest.mock import patch
 
@@ -21,9 +22,10 @@ def reading(*, at_once):
     return patch.object(import_module("variable_batch_size.traces.trace"), "_FEW_BYTES", 0 if at_once else 2**63)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def both_readers():
-    with reading(at_once=True):
+@pytest.fixture(autouse=True, scope="module", params=["small ones by row", "by pandas"])
+def reader(request):
+    """Small files are read as they are for users, or by pandas as large ones."""
+    with reading(at_once=True) if request.param == "by pandas" else nullcontext():
         yield
 
 

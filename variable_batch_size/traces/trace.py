@@ -34,7 +34,7 @@ _LINE = re.compile(rb"[^\n]*\n?")
 _COMMENT = re.compile(rb"#[^\n]*")
 _STAGES = re.compile(r"\s*0:")  # the first stage begins at 0
 _OTHER_NAME = "batch_size"  # of the column of batch sizes
-_FEW_BYTES = 100_000  # read row by row, in 20 ms; importing pandas takes 20 times as long
+_FEW_BYTES = 100_000  # are read row by row, in 0.1 s at most; importing pandas takes four times as long
 
 Unit = Literal["steps", "samples", "tokens"]
 UNITS: tuple[Unit, ...] = get_args(Unit)

@@ -298,7 +298,7 @@ class GradientAccumulator(ABC):
 
     def _numbers(self) -> torch.Tensor:
         """The numbers of the step; 0 where nothing was measured or weighted."""
-        num_squares = len(self.inner.param_groups) + (self.norm_layers is not None)
+        num_squares = self._num_measured()
         if not self._is_weighted and self._step_squares is not None and self._step_squares.numel() == num_squares:
             return torch.constant_pad_nd(self._step_squares, (0, 2))  # the same as below in one operation
         numbers = self._squared_norm([]).repeat(num_squares + 2)
@@ -332,14 +332,17 @@ class GradientAccumulator(ABC):
         return list(chain.from_iterable(map(itemgetter("params"), self.inner.param_groups)))
 
     def _first(self) -> torch.nn.Parameter:
-        first: torch.nn.Parameter = next(chain.from_iterable(map(itemgetter("params"), self.inner.param_groups)))
-        return first
+        return next(p for group in self.inner.param_groups for p in group["params"])  # type: ignore[no-any-return]
 
     def _measured(self) -> list[list[torch.nn.Parameter]]:
         """The parameters of each group, after those of norm layers if their samples are measured: none if not now."""
         groups = [group["params"] for group in self.inner.param_groups]
         layers = self.norm_layers
         return groups if layers is None else [layers.parameters if layers.is_on else [], *groups]
+
+    def _num_measured(self) -> int:
+        """The length of :meth:`_measured`, which need not be made for it in every minibatch."""
+        return len(self.inner.param_groups) + (self.norm_layers is not None)
 
     def _with_samples(self, squares: torch.Tensor | None, of_samples: torch.Tensor) -> torch.Tensor:
         """The squared norms of a minibatch with those of the samples of norm layers in the first place."""

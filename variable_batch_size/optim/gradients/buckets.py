@@ -78,10 +78,11 @@ class BucketAccumulator(GradientAccumulator):
         self.begin_epoch(0)
 
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
-        if self._fixed_point is None or self._fixed_point.scale.has_asked:
-            self._accumulate(plan, weight)
-            return
-        if not plan.is_open and not (self.is_one_of_several and self.communicator.num_replicas > 1):
+        if (
+            self._fixed_point is None
+            or self._fixed_point.scale.has_asked
+            or not (plan.is_open or (self.is_one_of_several and self.communicator.num_replicas > 1))
+        ):
             self._accumulate(plan, weight)
             return
         # the first units are summed right before the reduction: otherwise another optimizer would reduce in between
@@ -139,9 +140,8 @@ class BucketAccumulator(GradientAccumulator):
             self._add(parameters, plan)
 
     def _num_numbers(self) -> int:
-        if self._fixed_point is not None:
-            return self._fixed_point.num_numbers() + NUM_DIGEST
-        return len(self.inner.param_groups) + (self.norm_layers is not None) + 2 + NUM_DIGEST
+        own = self._num_measured() + 2 if self._fixed_point is None else self._fixed_point.num_numbers()
+        return own + NUM_DIGEST
 
     def _add(self, parameters: list[torch.nn.Parameter], plan: StepPlan) -> None:
         """Add the gradients of the minibatch to the buckets, and leave ``p.grad`` None."""
@@ -160,9 +160,11 @@ class BucketAccumulator(GradientAccumulator):
             self._fixed_point.add_(buckets, indices, gradients, plan.num_minibatches, is_first=is_first)
         else:
             buckets.add_(indices, gradients, is_first=is_first)
-        if is_first or len(indices) == number:
-            self._is_present = [len(indices) == number] * number
-        if len(indices) < number:
+        if is_first:
+            self._is_present = [False] * number
+        if len(indices) == number:
+            self._is_present = [True] * number
+        else:
             for index in indices:
                 self._is_present[index] = True
         self._has_sums = True
