@@ -1,7 +1,7 @@
 """Communicator: the collectives of a run's cores, and how work on their device is executed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 Group = Any  # a process group of torch.distributed, whose class some builds of torch lack; None for the default one
 Ranks = tuple[int, ...]
+Formula = Callable[..., Sequence[Sequence[Any]]]  # of the elements of vectors
+Operation = Callable[..., Sequence[torch.Tensor]]
 
 _LARGE = 2**22  # elements from which on a second call costs less than it gains; equal at 1 M
 
@@ -45,6 +47,28 @@ class Communicator(ABC):
     def traced_beta(self, number: float) -> float:
         """Like :meth:`traced_scalar`, for x in [0, 1) when 1 − x is also traced (Adam's betas)."""
         return number
+
+    def as_operation(self, formula: Formula) -> Operation:
+        """An operation on vectors that computes a formula of their elements, which returns the elements of others.
+
+        A lazy device traces it as one operation. The formula must not depend on anything else that changes.
+        """
+
+        def operation(*vectors: torch.Tensor) -> Sequence[torch.Tensor]:
+            return [torch.stack(list(elements)) for elements in formula(*(vector.unbind() for vector in vectors))]
+
+        return operation
+
+    def where(
+        self, condition: torch.Tensor, ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Each of the first tensors if the condition holds, otherwise each of the others."""
+        return [torch.where(condition, one, other) for one, other in zip(ones, others, strict=True)]
+
+    def squared_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The squared norm of real tensors together, in float32."""
+        squares = [tensor.float().pow(2).sum() for tensor in tensors]
+        return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
 
     def shard_like(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
         """Before the first graph: shard tensors whose layout the compiler would otherwise choose."""

@@ -14,7 +14,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.communicator import Communicator, Formula, Operation
+from variable_batch_size.cores.xla_operations import as_operation, squared_norm, where
 
 NUM_THREADS = 64  # of up to 32 virtual cores: the order in which XLA's CPU sums depends on the size of its thread pool
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -166,6 +167,18 @@ class XlaDevices(Communicator):
 
     def traced_beta(self, number: float) -> float:
         return max(self.traced_scalar(number), 1 - _ALMOST_ONE)
+
+    # in SPMD mode the compiler needs to see the operations
+    def as_operation(self, formula: Formula) -> Operation:
+        return super().as_operation(formula) if self._is_spmd else as_operation(formula)
+
+    def where(
+        self, condition: torch.Tensor, ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        return super().where(condition, ones, others) if self._is_spmd else where(condition, ones, others)
+
+    def squared_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return super().squared_norm(tensors) if self._is_spmd else squared_norm(tensors)
 
 
 def to_device_like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

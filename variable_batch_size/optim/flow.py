@@ -3,22 +3,26 @@
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.cores import xla
-from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.communicator import Communicator, Operation
 from variable_batch_size.cores.dtensor import is_dtensor
-from variable_batch_size.optim.gradients.accumulator import Measured, StepGradient
+from variable_batch_size.optim.gradients.accumulator import Layout, Measured, StepGradient
 from variable_batch_size.optim.gradients.norms import is_finite
 from variable_batch_size.optim.proxy import optimizers_of, parameters_of
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.adascale import NoiseRule
-from variable_batch_size.rules.noise import NoiseMeter, Smoothing
-from variable_batch_size.rules.numbers import Number
+from variable_batch_size.rules.noise import NoiseMeter, Smoothing, decay_at
+from variable_batch_size.rules.numbers import Condition, Number
 from variable_batch_size.rules.per_optimizer import PerOptimizerRule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.rules.transition import LRScaler
@@ -30,6 +34,7 @@ _MAX_GROUPS = 8  # each takes some small operations on the device
 _NUM_AT_ONCE = 20  # estimates: until then, one step changes the average much, and weights and gradients change fast
 _NONFINITE = "the gradient is not finite"
 _NOTHING = "all minibatches have the weight 0"
+_SIZES = ("batch_size", "minibatch_size", "ref_batchsize", "population")  # of a step
 
 
 def make_meter(rule: Rule, smoothing: Smoothing, *, measure_noise: bool) -> NoiseMeter | None:
@@ -121,7 +126,7 @@ class Flow:
         num_groups = len(self.inner.param_groups)
         if looks and self.way == "on the device" and self._has_state(gradient):
             if self._twin is None:
-                self._twin = _Twin(self.rule, self.scaler, self.meter, self._device, is_traced=self._is_traced)
+                self._twin = self._new_twin()
             return self._twin.scale(step, gradient, num_groups, skips=skips)
         if self._twin is not None or self._pending is not None:
             self.settle()
@@ -137,6 +142,11 @@ class Flow:
             if measured.is_finite:  # otherwise the averages would never be finite again
                 self._observe(step, measured)
         return Outcome(self.scaler.move(step, num_groups))
+
+    def _new_twin(self) -> "_Twin":
+        if self._is_traced and isinstance(self.rule, NoiseRule):
+            return _TracedTwin(self.rule, self.scaler, self.meter, self._device, self._communicator)
+        return _EagerTwin(self.rule, self.scaler, self.meter, self._device)
 
     def _is_new(self, step: Step, gradient: StepGradient) -> bool:
         """Whether the rule has few estimates, and this step gives another, or changes the mean weight of a sample."""
@@ -207,10 +217,9 @@ class Flow:
         """Whether each parameter was updated before: a first update that is skipped would leave a state behind."""
         observed = {"is_weighted": gradient.weight is not None, "has_samples": gradient.has_samples}
         num_groups = len(self.inner.param_groups)
-        meters = [part for part in _parts(self.rule, self.scaler, self.meter) if isinstance(part, NoiseMeter)]
         if not self.scaler.has_moved(num_groups):
             return False
-        if not all(meter.has_observed(num_groups, **observed) for meter in meters):
+        if not all(meter.has_observed(num_groups, **observed) for meter in _meters(self.rule, self.meter)):
             return False
         for optimizer in optimizers_of(self.inner):
             if not _takes_tensors(optimizer, is_traced=self._is_traced):  # a state or a group may have changed that
@@ -284,109 +293,192 @@ class _Travelling:
         return self._numbers
 
 
-class _Twin:
+class _Twin(ABC):
     """The rule, its factors and the meter with all their numbers on the device."""
 
-    def __init__(
-        self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None, device: torch.device, *, is_traced: bool
-    ) -> None:
-        self._device, self._is_traced = device, is_traced
-        self._dtype = torch.float32 if is_traced or device.type not in ("cpu", "cuda") else torch.float64
+    def __init__(self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> None:
         # together, as the scaler refers to the rule
         self._rule, self._scaler, self._meter = copy.deepcopy((rule, scaler, meter))
-        for part in _parts(self._rule, self._scaler, self._meter):
-            part.map_(self._to_device)
-        self._skipped = self._to_device(0.0)
         self.latest = self._latest_read = -1  # steps, by their number
         self._num_skipped = 0  # of those that were read
-        self._before = self._scaler.progress  # the latest step
-        self._travelling: _Travelling | None = None  # the same
 
-    def _to_device(self, number: float) -> torch.Tensor:
-        dtype = torch.bool if isinstance(number, bool) else self._dtype
-        if self._is_traced:  # made on the host, not as a scalar: there it would be a graph of its own, or a constant
-            return torch.tensor([number], dtype=dtype).to(self._device)
-        return torch.full((), number, dtype=dtype, device=self._device)
-
+    @abstractmethod
     def scale(self, step: Step, gradient: StepGradient, num_groups: int, *, skips: bool) -> Outcome:
         """The factors of a step, and whether it is skipped, on the device."""
-        self.latest = step.steps_done + 1
-        self._before = self._scaler.progress
-        numbers = gradient.numbers()
-        is_all_finite = is_finite(numbers).all()
-        is_made = is_all_finite if skips else torch.ones_like(is_all_finite)
-        step = self._traced(step)
-        measured = gradient.interpret(numbers.to(self._dtype).unbind(), is_finite=True, n=step.num_minibatches)
+
+    @abstractmethod
+    def _numbers(self) -> torch.Tensor:
+        """The progress before the latest step, the number of skipped steps, and the numbers of all parts."""
+
+    @abstractmethod
+    def read_progress_before(self) -> float:
+        """The progress before the latest step."""
+
+    def _move(
+        self, step: Step, measured: Measured, num_groups: int, *, is_finite: Condition, skips: bool
+    ) -> tuple[list[Number], Condition]:
+        """Observe a step; returns its factors, and whether it is made."""
+        is_made = is_finite if skips else is_finite | True
         if measured.weight is not None:
             is_made = is_made & (measured.weight != 0)
-        is_counted = is_made & is_all_finite
         observed = _observed(step, measured)
-        if isinstance(self._rule, NoiseRule):
-            self._rule.meter.observe(observed, measured.norms, is_counted)
-        if self._meter is not None:
-            self._meter.observe(observed, measured.norms, is_counted)
-        factors = self._scaler.move(step, num_groups, is_made)
-        is_skipped = is_made.logical_not()
-        self._skipped = self._skipped + is_skipped
-        if self._is_traced:  # in the graph of the update, of which old numbers must not be results: their age differs
-            self._packed, self._before = self._pack(), None
-        else:
-            self._travelling = _Travelling(self._before)
-        return Outcome(factors, is_skipped=is_skipped)
-
-    def _traced(self, step: Step) -> Step:
-        """The step with its numbers as data, where a number of Python would be part of the graph."""
-        if not self._is_traced:
-            return step
-        sizes = torch.tensor([step.batch_size, step.minibatch_size, step.ref_batchsize], dtype=self._dtype)
-        batch_size, minibatch_size, ref_batchsize = sizes.to(self._device).unbind()
-        data: Any = {"batch_size": batch_size, "minibatch_size": minibatch_size, "ref_batchsize": ref_batchsize}
-        return dataclasses.replace(step, **data)
+        for meter in _meters(self._rule, self._meter):
+            meter.observe(observed, measured.norms, is_made & is_finite)
+        return self._scaler.move(step, num_groups, is_made), is_made
 
     def read_into(self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> int:
         """Set the numbers of the host to those on the device; returns how many steps were skipped since last time."""
         if self.latest == self._latest_read:
             return 0
-        _, num_skipped, *values = (self._packed if self._is_traced else self._pack()).cpu().tolist()
+        _, num_skipped, *values = self._numbers().cpu().tolist()
         numbers = iter(values)
         for part in _parts(rule, scaler, meter):
             part.map_(lambda number: type(number)(next(numbers)))
         num_before, self._num_skipped, self._latest_read = self._num_skipped, int(num_skipped), self.latest
         return self._num_skipped - num_before
 
-    def _pack(self) -> torch.Tensor:
-        found = [self._before, self._skipped]
+    def _map(self, function: Callable[[Number], Number]) -> None:
         for part in _parts(self._rule, self._scaler, self._meter):
-            part.map_(lambda number: found.append(number) or number)  # type: ignore[func-returns-value]
-        return torch.cat([number.to(self._dtype).view(1) for number in found])
+            part.map_(function)
+
+
+class _EagerTwin(_Twin):
+    """A twin whose numbers are tensors."""
+
+    def __init__(self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None, device: torch.device) -> None:
+        super().__init__(rule, scaler, meter)
+        self._device = device
+        self._dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        self._map(self._to_device)
+        self._skipped = self._to_device(0.0)
+
+    def _to_device(self, number: float) -> torch.Tensor:
+        return torch.full(
+            (), number, dtype=torch.bool if isinstance(number, bool) else self._dtype, device=self._device
+        )
+
+    def scale(self, step: Step, gradient: StepGradient, num_groups: int, *, skips: bool) -> Outcome:
+        self.latest = step.steps_done + 1
+        self._before = self._scaler.progress
+        numbers = gradient.numbers()
+        measured = gradient.interpret(numbers.to(self._dtype).unbind(), is_finite=True)
+        is_all_finite = is_finite(numbers).all()
+        factors, is_made = self._move(step, measured, num_groups, is_finite=is_all_finite, skips=skips)
+        is_skipped = is_made.logical_not()
+        self._skipped = self._skipped + is_skipped
+        self._travelling = _Travelling(self._before)
+        return Outcome(factors, is_skipped=is_skipped)
+
+    def _numbers(self) -> torch.Tensor:
+        found = [self._before, self._skipped]
+        self._map(lambda number: found.append(number) or number)  # type: ignore[func-returns-value]
+        return torch.stack([number.to(self._dtype) for number in found])
 
     def read_progress_before(self) -> float:
-        """The progress before the latest step."""
-        if self._is_traced:
-            return float(self._packed.cpu()[0])
-        return float(self._travelling.read())  # type: ignore[union-attr]
+        return float(self._travelling.read())
 
 
-def _parts(rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> Iterator[Any]:
-    """What has numbers that change in a step."""
-    yield scaler
+class _TracedTwin(_Twin):
+    """A twin in a graph, of which the formulas are one operation: the host would trace each of a hundred in every step.
+
+    Its numbers are one tensor, and all that changes from step to step is data.
+    """
+
+    _dtype = torch.float32
+
+    def __init__(
+        self,
+        rule: NoiseRule,
+        scaler: LRScaler,
+        meter: NoiseMeter | None,
+        device: torch.device,
+        communicator: Communicator,
+    ) -> None:
+        super().__init__(rule, scaler, meter)
+        self._device, self._communicator, self._smoothing = device, communicator, rule.smoothing
+        numbers: list[float] = [scaler.progress, 0.0]  # before the latest step; how many were skipped
+        self._map(lambda number: numbers.append(number) or number)  # type: ignore[func-returns-value]
+        self._are_conditions = [isinstance(number, bool) for number in numbers]
+        self._state = self._to_device(numbers)
+        self._operations: dict[Any, Operation] = {}
+
+    def _to_device(self, numbers: list[float]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=self._dtype).to(self._device)
+
+    def scale(self, step: Step, gradient: StepGradient, num_groups: int, *, skips: bool) -> Outcome:
+        self.latest = step.steps_done + 1
+        numbers, layout = gradient.numbers().to(self._dtype), gradient.layout
+        data: list[Any] = [decay_at(step.scale, self._smoothing), *(getattr(step, name) for name in _SIZES)]
+        data = [number for number in data if number is not None]
+        blank: Any = {name: 0 for name in _SIZES if getattr(step, name) is not None}
+        fixed = dataclasses.replace(step, **blank, steps_done=0)
+        key = layout, fixed, num_groups, skips
+        if key not in self._operations:
+            self._operations[key] = self._communicator.as_operation(partial(self._formula, *key))
+        self._state, factors, is_skipped = self._operations[key](self._state, numbers, self._to_device(data))
+        return Outcome(list(factors.unbind()), is_skipped=is_skipped.view(()))
+
+    def _formula(
+        self,
+        layout: Layout,
+        fixed: Step,
+        num_groups: int,
+        skips: bool,
+        state: Sequence[Number],
+        numbers: Sequence[Number],
+        data: Sequence[Number],
+    ) -> tuple[list[Number], list[Number], list[Condition]]:
+        """The state after a step, its factors, and whether it is skipped."""
+        _, num_skipped, *values = state
+        decay, *sizes = data
+        names = [name for name in _SIZES if getattr(fixed, name) is not None]
+        step = dataclasses.replace(fixed, **dict(zip(names, sizes, strict=True)))
+        pairs = zip(values, self._are_conditions[2:], strict=True)
+        old = iter([value != 0 if is_condition else value for value, is_condition in pairs])
+        self._map(lambda _: next(old))
+        for meter in _meters(self._rule, self._meter):
+            meter.use_decay(decay)
+        before = self._scaler.progress
+        measured = layout.interpret(numbers, step.num_minibatches, is_finite=True)
+        is_finite = reduce(and_, [(number < math.inf) & (number > -math.inf) for number in numbers])
+        factors, is_made = self._move(step, measured, num_groups, is_finite=is_finite, skips=skips)
+        is_skipped = is_made.logical_not()
+        new = [before, num_skipped + is_skipped]
+        self._map(lambda number: new.append(number * 1.0) or number)  # type: ignore[func-returns-value]
+        return new, factors, [is_skipped]
+
+    def _numbers(self) -> torch.Tensor:
+        return self._state
+
+    def read_progress_before(self) -> float:
+        return float(self._state.cpu()[0])
+
+
+def _meters(rule: Rule, meter: NoiseMeter | None) -> Iterator[NoiseMeter]:
     if isinstance(rule, NoiseRule):
         yield rule.meter
     if meter is not None:
         yield meter
 
 
-def step_unless(is_skipped: torch.Tensor, inner: Optimizer, *, is_traced: bool) -> None:
+def _parts(rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> Iterator[Any]:
+    """What has numbers that change in a step."""
+    yield scaler
+    yield from _meters(rule, meter)
+
+
+def step_unless(is_skipped: torch.Tensor, inner: Optimizer, communicator: Communicator) -> None:
     """Let an inner optimizer make a step, unless the device has decided otherwise.
 
     Fused ones leave it out by themselves. On XLA, the weights and the state are computed, and not used.
     """
     optimizers = optimizers_of(inner)
-    if is_traced:
-        before = [(tensor, tensor.detach().clone()) for tensor in _tensors_of(optimizers)]
+    if communicator.is_one_program:
+        tensors = list(_tensors_of(optimizers))
+        before = [tensor.clone() for tensor in tensors]
         inner.step()
-        for tensor, value in before:
-            tensor.copy_(torch.where(is_skipped, value, tensor))
+        for tensor, value in zip(tensors, communicator.where(is_skipped, before, tensors), strict=True):
+            tensor.copy_(value)
         return
     for optimizer in optimizers:
         optimizer.found_inf, optimizer.grad_scale = is_skipped.float(), None  # type: ignore[attr-defined]

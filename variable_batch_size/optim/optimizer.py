@@ -433,7 +433,7 @@ class CustomOptimizer(OptimizerProxy):
                 if outcome.is_skipped is None:
                     self.inner.step()
                 else:
-                    step_unless(outcome.is_skipped, self.inner, is_traced=self._communicator.is_one_program)
+                    step_unless(outcome.is_skipped, self.inner, self._communicator)
             finally:
                 updates.is_running = False
         if self._preconditioner is not None:

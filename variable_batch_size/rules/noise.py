@@ -283,6 +283,11 @@ class SampleNoise:
         self.beside = new_average()  # the same, in steps of several minibatches
         self.of_groups: list[NoiseAverage] = []  # of each group, in these steps
 
+    @property
+    def averages(self) -> list[NoiseAverage]:
+        """All of them."""
+        return [self.average, self.beside, *self.of_groups]
+
     def add(self, noise: Noise, step: Step, has_several: Condition, is_counted: Condition, num_groups: int) -> None:
         """Add the noise of the layers in a step, if it counts."""
         self.average.add(noise, step.scale, is_counted, steps=step.samples_every)
@@ -320,7 +325,7 @@ class SampleNoise:
 
     def map_(self, function: Callable[[Number], Number]) -> None:
         """Replace each number by a function of it."""
-        for average in (self.average, self.beside, *self.of_groups):
+        for average in self.averages:
             average.map_(function)
 
     def state_dict(self) -> dict[str, Any]:
@@ -330,7 +335,7 @@ class SampleNoise:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.of_groups = [self._new_average() for _ in state["of_groups"]]
         saved = (state["average"], state["beside"], *state["of_groups"])
-        for average, one in zip((self.average, self.beside, *self.of_groups), saved, strict=True):
+        for average, one in zip(self.averages, saved, strict=True):
             average.load_state_dict(one)
 
 
@@ -482,6 +487,14 @@ class NoiseMeter:
             pairs = zip(self.averages, self._active, strict=True)
             return [(average, is_active & (average.count > 0)) for average, is_active in pairs]
         return [(average, average.count > 0) for average in self.averages[group : group + 1]]
+
+    def use_decay(self, decay: Number) -> None:
+        """Average with this decay from now on, whatever the scale."""
+        self.smoothing = lambda _: decay
+        of_samples = [] if self.of_samples is None else self.of_samples.averages
+        for average in (*self.averages, *of_samples):
+            average.smoothing = self.smoothing
+        self._spread.smoothing = self.smoothing
 
     def has_observed(self, num_groups: int, *, is_weighted: bool, has_samples: bool) -> bool:
         """Whether a step of so many groups was observed, with weights or without, and with samples if there are any."""

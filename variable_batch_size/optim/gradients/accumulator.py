@@ -59,6 +59,36 @@ class Measured(NamedTuple):
     of_samples: Norms | None = None  # of the samples' gradients of norm layers, if they are measured
 
 
+class Layout(NamedTuple):
+    """What the numbers of a step's gradient are."""
+
+    are_measured: tuple[bool, ...]  # the parameter groups
+    has_samples: bool  # whether the first numbers are those of norm layers
+    measures_samples: bool  # and whether these were measured
+    is_weighted: bool
+    multiple: int  # of the mean gradient, which the step's gradient is
+
+    def interpret(self, values: Sequence[Number], n: Number, *, is_finite: bool | None = None) -> Measured:
+        """The norms in the numbers of a step of `n` minibatches; for tensors, `is_finite` must be passed."""
+        num_groups = len(self.are_measured)
+        *squares, weight, num_weighted = values[: num_groups + 2]
+        total = weight if self.is_weighted else n
+        is_something = is_tensor(total) or bool(total)
+        pairs = zip(squares, values[num_groups + 2 : 2 * num_groups + 2], strict=True)
+        norms: list[Any] = [
+            Norms(of_each / total, of_mean / self.multiple**2) if is_something and is_measured else None
+            for is_measured, (of_each, of_mean) in zip(self.are_measured, pairs, strict=True)
+        ]
+        of_samples = norms.pop(0) if self.has_samples else None
+        of_samples = of_samples if self.measures_samples else None
+        if not is_tensor(n) and n == 1:  # the minibatch need not have been measured by itself
+            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
+        is_finite = all(map(math.isfinite, values)) if is_finite is None else is_finite
+        if not is_finite or not self.is_weighted:
+            return Measured(norms, is_finite, None, None, of_samples)
+        return Measured(norms, True, weight, num_weighted if is_tensor(weight) else round(num_weighted), of_samples)
+
+
 class StepGradient:
     """The gradient of a step. It is in ``p.grad`` of all parameters until the accumulator is reset."""
 
@@ -103,31 +133,16 @@ class StepGradient:
         dtype = numbers[-1].dtype
         return torch.cat([number if number.dtype == dtype else number.to(dtype) for number in numbers])
 
-    def interpret(
-        self, values: Sequence[Number], *, is_finite: bool | None = None, n: Number | None = None
-    ) -> Measured:
-        """The norms in the values of :meth:`numbers`, which are floats, or tensors that nothing here waits for.
+    @property
+    def layout(self) -> "Layout":
+        """How to read what :meth:`numbers` has returned."""
+        are_measured, is_weighted = tuple(self._are_measured), self.weight is not None
+        return Layout(are_measured, self.has_samples, self.measures_samples, is_weighted, self._multiple)
 
-        If they are tensors, `n` is the number of minibatches, which is one as well where numbers are parts of graphs.
-        """
-        num_groups, n = len(self._are_measured), self._num_minibatches if n is None else n
-        *squares, weight, num_weighted = values[: num_groups + 2]
-        total = n if self.weight is None else weight
-        is_something = is_tensor(total) or bool(total)
-        pairs = zip(squares, values[num_groups + 2 : 2 * num_groups + 2], strict=True)
-        norms: list[Any] = [
-            Norms(of_each / total, of_mean / self._multiple**2) if is_something and is_measured else None
-            for is_measured, (of_each, of_mean) in zip(self._are_measured, pairs, strict=True)
-        ]
-        of_samples = norms.pop(0) if self.has_samples else None
-        of_samples = of_samples if self.measures_samples else None
-        if not is_tensor(n) and n == 1:  # the minibatch need not have been measured by itself
-            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
-        norms = norms if self._own is None else self._own
-        is_finite = all(map(math.isfinite, values)) if is_finite is None else is_finite
-        if not is_finite or self.weight is None:
-            return Measured(norms, is_finite, None, None, of_samples)
-        return Measured(norms, True, weight, num_weighted if is_tensor(weight) else round(num_weighted), of_samples)
+    def interpret(self, values: Sequence[Number], *, is_finite: bool | None = None) -> Measured:
+        """The norms in the values of :meth:`numbers`, which are floats, or tensors that nothing here waits for."""
+        measured = self.layout.interpret(values, self._num_minibatches, is_finite=is_finite)
+        return measured if self._own is None else measured._replace(norms=self._own)
 
     def norm(self) -> torch.Tensor:
         """The norm of the mean gradient over all parameters, on the device."""

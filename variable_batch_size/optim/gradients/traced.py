@@ -113,13 +113,13 @@ class TracedAccumulator(GradientAccumulator):
             squares = self.norm_layers.take(plan._replace(is_padding=False), squared_norm=known)
             self._squares[0].add_(squares if of_one is None else per_weight(squares, of_one))
         for index, group in enumerate(self.inner.param_groups, start=first):
-            fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
+                fresh = [(p, p.grad) for p in group["params"] if p.grad is not None]
                 squares = self._squared_norms_by_group([fresh])
                 self._squares[index].add_(squares if of_one is None else per_weight(squares, of_one))
             for p in group["params"]:
                 if p.grad is not None:
-                    self._sums[p].add_(p.grad.detach())
+                    self._sums[p].add_(p.grad)
                     self._present.add(p)
                     p.grad = None
                 elif p in self._sums:
@@ -311,9 +311,7 @@ class TracedAccumulator(GradientAccumulator):
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if not gradients:
             return torch.zeros(()).to(self._device())  # made on the host, as above
-        sizes = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients]
-        squares = [size.float().pow(2).sum() for size in sizes]
-        return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
+        return self.communicator.squared_norm([one.abs() if one.is_complex() else one for one in gradients])
 
 
 def _sum_dtype(p: torch.Tensor) -> torch.dtype:

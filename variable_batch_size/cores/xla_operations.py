@@ -1,0 +1,172 @@
+"""Operations of torch_xla that stand for many, each of which the host would trace in every step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from variable_batch_size.cores.communicator import Formula, Operation
+
+_computations: dict[str, Any] = {}  # by their text: cores that are threads must have the same graphs, not equal ones
+_lock = threading.Lock()
+
+
+def as_operation(formula: Formula) -> Operation:
+    """An operation on vectors that computes a formula of their elements."""
+
+    def build(*vectors: Any) -> list[Any]:
+        rows = formula(*([Scalar(element) for element in _elements(vector)] for vector in vectors))
+        return [vectors[0].concat_in_dim([number.op.reshape([1]) for number in row], 0) for row in rows]
+
+    return _Operation(build)
+
+
+def where(condition: torch.Tensor, ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """Each of the first tensors if the condition holds, otherwise each of the others."""
+    return _where(condition, *ones, *others)
+
+
+def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The squared norm of real tensors together, in float32."""
+    return _squared_norm(*tensors)[0]
+
+
+class _Operation:
+    """An operation on tensors, given how XLA computes it. It is built once for their shapes."""
+
+    def __init__(self, build: Callable[..., list[Any]]) -> None:
+        self._build = build
+        self._known: dict[Any, Callable[[Sequence[torch.Tensor]], Any]] = {}
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        key = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        if key not in self._known:
+            with _lock:
+                self._known[key] = self._new(tensors)
+        found = self._known[key](tensors)
+        return [found] if isinstance(found, torch.Tensor) else found
+
+    def _new(self, tensors: Sequence[torch.Tensor]) -> Any:
+        builder = import_module("torch_xla.core.xla_builder")
+        shapes = builder.tensor_shape(tensors)
+        computation = builder.create_computation("one", lambda *ops: ops[0].tuple(self._build(*ops)), shapes)
+        text = builder.get_computation_hlo(computation)
+        return builder.xla_computation_as_func(_computations.setdefault(text, computation), "xla::one")
+
+
+def _build_where(condition: Any, *arrays: Any) -> list[Any]:
+    half = len(arrays) // 2
+    pairs = zip(arrays[:half], arrays[half:], strict=True)
+    return [condition.broadcast(one.shape().sizes).select(one, other) for one, other in pairs]
+
+
+def _build_squared_norm(*arrays: Any) -> list[Any]:
+    wide = [array.cast("f32") for array in arrays]
+    zero = wide[0].zero(wide[0].builder(), "f32")
+    total, *others = [(array * array).reduce_all(zero, lambda one, other: one + other) for array in wide]
+    for one in others:
+        total = total + one
+    return [total]
+
+
+_where, _squared_norm = _Operation(_build_where), _Operation(_build_squared_norm)
+
+
+def _elements(vector: Any) -> list[Any]:
+    (size,) = vector.shape().sizes
+    return [vector.slice_in_dim(place, place + 1, 0).reshape([]) for place in range(size)]
+
+
+class Scalar:
+    """A number or a condition in a formula, with those methods of a tensor that formulas use."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+
+    @property
+    def _is_condition(self) -> bool:
+        return bool(self.op.shape().dtype == "pred")
+
+    def _number(self) -> Any:
+        return self.op.cast("f32") if self._is_condition else self.op
+
+    def _with(self, other: Any, function: Callable[[Any, Any], Any], *, is_first: bool = True) -> Scalar:
+        own = self._number()
+        other = other._number() if isinstance(other, Scalar) else own.scalar_like(float(other))
+        return Scalar(function(own, other) if is_first else function(other, own))
+
+    def _and_condition(self, other: Any, function: Callable[[Any, Any], Any]) -> Scalar:
+        return Scalar(function(self.op, other.op if isinstance(other, Scalar) else self.op.scalar_like(bool(other))))
+
+    def __add__(self, other: Any) -> Scalar:
+        return self._with(other, lambda a, b: a + b)
+
+    def __sub__(self, other: Any) -> Scalar:
+        return self._with(other, lambda a, b: a - b)
+
+    def __rsub__(self, other: Any) -> Scalar:
+        return self._with(other, lambda a, b: a - b, is_first=False)
+
+    def __mul__(self, other: Any) -> Scalar:
+        return self._with(other, lambda a, b: a * b)
+
+    def __truediv__(self, other: Any) -> Scalar:
+        return self._with(other, lambda a, b: a / b)
+
+    def __rtruediv__(self, other: Any) -> Scalar:
+        return self._with(other, lambda a, b: a / b, is_first=False)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __floordiv__(self, other: Any) -> Scalar:
+        return self._with(other, lambda a, b: (a / b).floor())
+
+    def __pow__(self, exponent: Any) -> Scalar:
+        if isinstance(exponent, int):  # exactly
+            return self if exponent == 1 else self * self ** (exponent - 1)
+        return self._with(exponent, lambda a, b: a**b)
+
+    def __lt__(self, other: Any) -> Scalar:
+        return self._with(other, lambda a, b: a < b)
+
+    def __gt__(self, other: Any) -> Scalar:
+        return self._with(other, lambda a, b: a > b)
+
+    def __ge__(self, other: Any) -> Scalar:
+        return self._with(other, lambda a, b: a >= b)
+
+    def __eq__(self, other: object) -> Scalar:  # type: ignore[override]
+        return self._with(other, lambda a, b: a == b)
+
+    def __ne__(self, other: object) -> Scalar:  # type: ignore[override]
+        return self._with(other, lambda a, b: a != b)
+
+    def __and__(self, other: Any) -> Scalar:
+        return self._and_condition(other, lambda a, b: a & b)
+
+    def __or__(self, other: Any) -> Scalar:
+        return self._and_condition(other, lambda a, b: a | b)
+
+    __rand__, __ror__ = __and__, __or__
+
+    def logical_not(self) -> Scalar:
+        return self == 0
+
+    def sqrt(self) -> Scalar:
+        return Scalar(self.op.sqrt())
+
+    def clamp(self, min: Any = None, max: Any = None) -> Scalar:
+        found = self if min is None else self._with(min, lambda a, b: a.max(b))
+        return found if max is None else found._with(max, lambda a, b: a.min(b))
+
+    def where(self, condition: Scalar, other: Any) -> Scalar:
+        """This number where the condition holds, otherwise the other."""
+        if self._is_condition:
+            return self._and_condition(other, condition.op.select)
+        return self._with(other, condition.op.select)
