@@ -22,7 +22,7 @@ def formula(numbers, others):
         first + second + 1 - other,
         2 - first * second / 4,
         1 / other + True * other,
-        first // other,
+        (other * 4) // 1.5,
         first**1 + first**2 + at_least(other, 0.5) ** at_most(other, 2.0),
         sqrt(at_least(first, 0.0)),
         at_most(at_least(second, -1.0), other),
