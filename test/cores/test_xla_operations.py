@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from variable_batch_size.cores import xla
+from variable_batch_size.cores import xla, xla_operations
 from variable_batch_size.cores.communicator import SingleProcess
 from variable_batch_size.rules.numbers import at_least, at_most, sqrt, where
-
-pytestmark = pytest.mark.xla
 
 VALUES = [0.0, 1.0, -2.5, 3.0, float("inf"), float("nan")]
 TENSORS = [(3, 4), (), (5,)]
@@ -61,6 +59,7 @@ def operations_of_a_core():
     return found, num_programs, ones, others, chosen, square.cpu()
 
 
+@pytest.mark.xla
 def test_operations_have_the_results_of_tensors_and_formulas_of_several_cores_one_graph(on_xla):
     expected = each_pair(SingleProcess(), "cpu")
     for found, num_programs, ones, others, chosen, square in on_xla(2, operations_of_a_core):
@@ -69,3 +68,8 @@ def test_operations_have_the_results_of_tensors_and_formulas_of_several_cores_on
         torch.testing.assert_close(chosen, [ones, others], rtol=0, atol=0)
         squares = [tensor.float().square().sum() for tensor in (*ones, others[0].bfloat16())]
         torch.testing.assert_close(square, sum(squares))
+
+
+def test_nothing_is_chosen_if_no_parameter_has_a_gradient():
+    """A step of minibatches that are all left out has none."""
+    assert xla_operations.where(torch.tensor(True), [], []) == []

@@ -27,7 +27,7 @@ def as_operation(formula: Formula) -> Operation:
 
 def where(condition: torch.Tensor, ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Sequence[Any]:
     """Each of the first tensors if the condition holds, otherwise each of the others."""
-    return _where(condition, *ones, *others)
+    return _where(condition, *ones, *others) if ones else []  # of XLA, each has a result
 
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
