@@ -73,3 +73,9 @@ def test_operations_have_the_results_of_tensors_and_formulas_of_several_cores_on
 def test_nothing_is_chosen_if_no_parameter_has_a_gradient():
     """A step of minibatches that are all left out has none."""
     assert xla_operations.where(torch.tensor(True), [], []) == []
+
+
+def test_formula_cannot_branch_on_a_number_that_is_traced():
+    """It would always take the first branch, as objects are true."""
+    with pytest.raises(TypeError, match="`where`"):
+        bool(xla_operations.Scalar(None))

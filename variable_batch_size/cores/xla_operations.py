@@ -89,6 +89,9 @@ class Scalar:
     def __init__(self, op: Any) -> None:
         self.op = op
 
+    def __bool__(self) -> bool:
+        raise TypeError("a formula must choose by `where`: the value is not known when it is traced")
+
     @property
     def _is_condition(self) -> bool:
         return bool(self.op.shape().dtype == "pred")
