@@ -34,7 +34,7 @@ _MAX_GROUPS = 8  # each takes some small operations on the device
 _NUM_AT_ONCE = 20  # estimates: until then, one step changes the average much, and weights and gradients change fast
 _NONFINITE = "the gradient is not finite"
 _NOTHING = "all minibatches have the weight 0"
-_SIZES = ("batch_size", "minibatch_size", "ref_batchsize", "population")  # of a step
+_SIZES = ("batch_size", "minibatch_size", "ref_batchsize", "population", "num_minibatches")  # of a step
 
 
 def make_meter(rule: Rule, smoothing: Smoothing, *, measure_noise: bool) -> NoiseMeter | None:
@@ -378,6 +378,13 @@ class _EagerTwin(_Twin):
         return float(self._travelling.read())
 
 
+@dataclasses.dataclass(frozen=True)
+class _TracedStep(Step):
+    """A step whose number of minibatches is data: it would be too small by 1 where a device divides inexactly."""
+
+    num_minibatches: Number = 0
+
+
 class _TracedTwin(_Twin):
     """A twin in a graph, of which the formulas are one operation: the host would trace each of a hundred in every step.
 
@@ -411,7 +418,7 @@ class _TracedTwin(_Twin):
         data: list[Any] = [decay_at(step.scale, self._smoothing), *(getattr(step, name) for name in _SIZES)]
         data = [number for number in data if number is not None]
         blank: Any = {name: 0 for name in _SIZES if getattr(step, name) is not None}
-        fixed = dataclasses.replace(step, **blank, steps_done=0)
+        fixed = _TracedStep(**{**vars(step), **blank, "steps_done": 0})
         key = layout, fixed, num_groups, skips
         if key not in self._operations:
             self._operations[key] = self._communicator.as_operation(partial(self._formula, *key))
@@ -421,7 +428,7 @@ class _TracedTwin(_Twin):
     def _formula(
         self,
         layout: Layout,
-        fixed: Step,
+        fixed: "_TracedStep",
         num_groups: int,
         skips: bool,
         state: Sequence[Number],
