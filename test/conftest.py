@@ -3,6 +3,7 @@
 import gc
 import os
 import platform
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -118,6 +119,15 @@ def on_new_cores(tmp_path_factory):
             new.kill()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Shows pages in one Chromium that lives for the session: ``browser(size)`` is a context with a new tab."""
+    from chromium import chromium, new_tab
+
+    with chromium() as driver:
+        yield partial(new_tab, driver)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import quote_plus, unquote, urlsplit
 
 import pytest
-from chromium import DESKTOP, MOST_SECONDS, PHONE, browser, requested_by
+from chromium import DESKTOP, MOST_SECONDS, PHONE, requested_by, set_screen
 from documents import ROOT
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -165,23 +165,42 @@ WITH_WIDE_TABLES = {
     "long-tests",
     "token-budgets",
 }  # of numbers, on a phone: they scroll by themselves
-RIGHT_OF_TABLES = """
-    const tables = [...document.querySelectorAll(".md-typeset table:not([class])")];
-    return Math.max(0, ...tables.map(table => table.getBoundingClientRect().right));
+# once the page has the width of the screen: the width of what it shows, and the right end of its tables
+WIDTHS = """
+    const [width, done] = arguments;
+    const measure = () => {
+        if (!matchMedia(`(width: ${width}px)`).matches) return setTimeout(measure, 5);
+        const tables = [...document.querySelectorAll(".md-typeset table:not([class])")];
+        const ends = tables.map(table => table.getBoundingClientRect().right);
+        done([document.documentElement.scrollWidth, Math.max(0, ...ends)]);
+    };
+    measure();
 """
+SCHEME = "return document.body.getAttribute('data-md-color-scheme')"
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "default"), (PHONE, "slate")])
-def test_no_page_is_wider_than_the_screen_or_sends_requests(pages, size, scheme):
-    with browser(size, is_dark=scheme == "slate") as driver:
+def test_no_page_is_wider_than_the_screen_or_sends_requests(browser, pages):
+    sizes = [DESKTOP, PHONE]
+    with browser(DESKTOP) as driver:
         for path in pages:
             driver.get(path.as_uri())
-            assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0], path.name
-            assert driver.execute_script("return document.body.getAttribute('data-md-color-scheme')") == scheme
-            if path.stem not in WITH_WIDE_TABLES:
-                assert driver.execute_script(RIGHT_OF_TABLES) <= size[0], path.name
+            for size in sizes:  # the next page is loaded on the last of them
+                set_screen(driver, size)
+                page_width, right_of_tables = driver.execute_async_script(WIDTHS, size[0])
+                assert page_width <= size[0], path.name
+                assert path.stem in WITH_WIDE_TABLES or right_of_tables <= size[0], path.name
+            assert driver.execute_script(SCHEME) == "default", path.name
+            sizes.reverse()
         assert {urlsplit(address).scheme for address in requested_by(driver)} <= {"file", "data", "blob"}
+
+
+@pytest.mark.browser
+def test_pages_are_dark_on_a_dark_screen(browser, site):
+    with browser(PHONE, is_dark=True) as driver:
+        for name in ("index.html", "reference/training.html"):
+            driver.get((site / name).as_uri())
+            assert driver.execute_script(SCHEME) == "slate", name
 
 
 FOUND_FIRST = {
@@ -235,7 +254,7 @@ TYPE = """
 
 
 @pytest.mark.browser
-def test_search_finds_the_page_of_a_word_first(site):
+def test_search_finds_the_page_of_a_word_first(browser, site):
     first_words, *others = FOUND_FIRST
     with served(site) as address, browser(DESKTOP) as driver:
 

@@ -3,7 +3,7 @@
 import statistics
 
 import pytest
-from chromium import DESKTOP, MOST_SECONDS, PHONE, browser, requested_by
+from chromium import DESKTOP, MOST_SECONDS, PHONE, requested_by
 from comparisons import rows, vbs_compare
 from outcomes import HOSTILE, HOSTILE_FOLDER, write_hostile_results
 from selenium.webdriver.common.by import By
@@ -45,37 +45,39 @@ def table(driver, selector):
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-@pytest.mark.parametrize(("size", "is_dark"), [(DESKTOP, False), (PHONE, True)])
-def test_page_renders_at_any_width_without_errors_or_network(results, size, is_dark):
-    with browser(size, is_dark=is_dark) as driver:
-        show(driver, results)
-        for chart in driver.find_elements(By.CSS_SELECTOR, ".chart"):
-            assert len(chart.find_elements(By.CSS_SELECTOR, ".cartesianlayer > .subplot")) == ROWS
-            assert len(chart.find_elements(By.CSS_SELECTOR, ".legendtoggle")) == 4
-            lines = chart.find_elements(By.CSS_SELECTOR, ".scatterlayer .js-line")
-            assert sum(len(line.get_attribute("d") or "") > 20 for line in lines) >= 12
-            assert chart.size["width"] <= size[0]
-        assert len(driver.find_elements(By.CSS_SELECTOR, ".chart")) == 2
-        assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]  # nothing overflows
-        colour = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
-        assert colour == ("rgb(20, 24, 29)" if is_dark else "rgb(255, 255, 255)")
-        assert driver.get_log("browser") == []
-        assert requested_by(driver) == [(results / "report.html").as_uri()]
-
-
-def test_a_click_changes_the_axis(results):
+@pytest.fixture(scope="module")
+def page(browser, results):
+    """The browser with the page, loaded once for all tests that do not change it; a click is the last."""
     with browser(DESKTOP) as driver:
         show(driver, results)
-        assert texts(driver, ".chart .xtitle") == ["samples", "samples"]
-        for axis, title in (("progress", "progress"), ("step", "steps")):
-            driver.find_element(By.CSS_SELECTOR, f"button[data-axis={axis}]").click()
-            WebDriverWait(driver, MOST_SECONDS).until(
-                lambda _, title=title: texts(driver, ".chart .xtitle") == [title, title]
-            )
-        assert driver.get_log("browser") == []
+        yield driver
 
 
-def test_names_cannot_inject_scripts_and_are_shown_unchanged(tmp_path):
+def assert_renders(driver, directory, width, colour):
+    for chart in driver.find_elements(By.CSS_SELECTOR, ".chart"):
+        assert len(chart.find_elements(By.CSS_SELECTOR, ".cartesianlayer > .subplot")) == ROWS
+        assert len(chart.find_elements(By.CSS_SELECTOR, ".legendtoggle")) == 4
+        lines = chart.find_elements(By.CSS_SELECTOR, ".scatterlayer .js-line")
+        assert sum(len(line.get_attribute("d") or "") > 20 for line in lines) >= 12
+        assert chart.size["width"] <= width
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".chart")) == 2
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= width  # nothing overflows
+    assert driver.execute_script("return getComputedStyle(document.body).backgroundColor") == colour
+    assert driver.get_log("browser") == []
+    assert requested_by(driver) == [(directory / "report.html").as_uri()]
+
+
+def test_page_renders_on_a_desktop_without_errors_or_network(page, results):
+    assert_renders(page, results, DESKTOP[0], "rgb(255, 255, 255)")
+
+
+def test_page_renders_on_a_dark_phone_without_errors_or_network(browser, results):
+    with browser(PHONE, is_dark=True) as driver:
+        show(driver, results)
+        assert_renders(driver, results, PHONE[0], "rgb(20, 24, 29)")
+
+
+def test_names_cannot_inject_scripts_and_are_shown_unchanged(browser, tmp_path):
     write_report(write_hostile_results(tmp_path))
     with browser(DESKTOP) as driver:
         show(driver, tmp_path)
@@ -92,11 +94,9 @@ def finals(directory, trace, rule):
 
 
 @pytest.mark.parametrize("trace", ["ramp", "spot"])
-def test_table_of_a_trace_agrees_with_results_csv(results, trace):
+def test_table_of_a_trace_agrees_with_results_csv(page, results, trace):
     reference = statistics.mean(finals(results, "reference", "constant"))
-    with browser(DESKTOP) as driver:
-        show(driver, results)
-        shown = table(driver, f"#trace-{trace} table.results")
+    shown = table(page, f"#trace-{trace} table.results")
     assert [row["rule"] for row in shown][-2:] == ["linear", "always 8 (baseline)"]
     assert {row["rule"] for row in shown[:-2]} == {"adascale", "constant"}
     for row in shown:
@@ -118,16 +118,23 @@ def test_table_of_a_trace_agrees_with_results_csv(results, trace):
         assert row["against the baseline"] == ("–" if is_reference else gap)
 
 
-def test_table_of_all_runs_and_summary_agree_with_results_csv(results):
-    with browser(DESKTOP) as driver:
-        show(driver, results)
-        shown = table(driver, "table.runs")
-        summary = texts(driver, "#summary p")[0]
-        kinds = driver.execute_script("return [...document.querySelectorAll('.runs tbody tr')].map(e => e.className)")
-    for row, run in zip(shown, rows(results), strict=True):
+def test_table_of_all_runs_and_summary_agree_with_results_csv(page, results):
+    for row, run in zip(table(page, "table.runs"), rows(results), strict=True):
         assert [row[name] for name in ("trace", "rule", "seed", "status")] == list(run.values())[:4]
         assert row["final"] == (f"{float(run['final_metric']):.2f}" if run["final_metric"] else "–")
         assert row["reason"] == run["reason"]
+    kinds = page.execute_script("return [...document.querySelectorAll('.runs tbody tr')].map(e => e.className)")
     assert kinds == [run["status"] for run in rows(results)]
+    summary = texts(page, "#summary p")[0]
     assert summary.startswith("ramp: ")
     assert "linear: 2 of 3 diverged, 1 of 3 failed." in summary
+
+
+def test_a_click_changes_the_axis(page):
+    assert texts(page, ".chart .xtitle") == ["samples", "samples"]
+    for axis, title in (("progress", "progress"), ("step", "steps")):
+        page.find_element(By.CSS_SELECTOR, f"button[data-axis={axis}]").click()
+        WebDriverWait(page, MOST_SECONDS).until(
+            lambda page, title=title: texts(page, ".chart .xtitle") == [title, title]
+        )
+    assert page.get_log("browser") == []

@@ -11,8 +11,8 @@ MOST_SECONDS = 600  # exceeded only by a hang, even on a busy machine
 
 
 @contextmanager
-def browser(size, *, is_dark=False):
-    """A browser with a screen of this size."""
+def chromium():
+    """A running browser."""
     programs = [shutil.which("chromium"), shutil.which("chromedriver")]
     assert all(programs), "needs chromium and chromedriver: apt-get install chromium chromium-driver"
     options = webdriver.ChromeOptions()
@@ -25,14 +25,33 @@ def browser(size, *, is_dark=False):
     driver.set_page_load_timeout(MOST_SECONDS)
     driver.set_script_timeout(MOST_SECONDS)
     try:
-        width, height = size
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        yield driver
+    finally:
+        driver.quit()
+
+
+@contextmanager
+def new_tab(driver, size, *, is_dark=False):
+    """The browser with a new tab on a screen of this size, and without what earlier tabs have stored and logged."""
+    before = driver.current_window_handle
+    driver.switch_to.new_window("tab")
+    driver.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": "*", "storageTypes": "all"})
+    for log in ("browser", "performance"):
+        driver.get_log(log)
+    try:
+        set_screen(driver, size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         yield driver
     finally:
-        driver.quit()
+        driver.close()
+        driver.switch_to.window(before)
+
+
+def set_screen(driver, size):
+    width, height = size
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
 def requested_by(driver):

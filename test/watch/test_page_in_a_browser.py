@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from chromium import DESKTOP, MOST_SECONDS, browser, requested_by
+from chromium import DESKTOP, MOST_SECONDS, requested_by
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 from test_server import serving
@@ -54,7 +54,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("size", "is_dark"), [(DESKTOP, False), (PHONE, True)])
-def test_page_draws_growing_runs_at_any_width_without_errors_or_network(runs, tmp_path, size, is_dark):
+def test_page_draws_growing_runs_at_any_width_without_errors_or_network(browser, runs, tmp_path, size, is_dark):
     growing = write_log(tmp_path / "growing", range(1, 11))
     with serving(growing, *runs) as server, browser(size, is_dark=is_dark) as driver:
         driver.get(server.url)
@@ -94,7 +94,7 @@ def test_page_draws_growing_runs_at_any_width_without_errors_or_network(runs, tm
         }
 
 
-def test_a_run_that_ends_and_a_server_that_ends_are_said(tmp_path):
+def test_a_run_that_ends_and_a_server_that_ends_are_said(browser, tmp_path):
     (write_log(tmp_path, range(1, 11)) / "run.lock").write_text("{}")  # of no process
     with browser(DESKTOP) as driver:
         with serving(tmp_path) as server:
@@ -104,7 +104,7 @@ def test_a_run_that_ends_and_a_server_that_ends_are_said(tmp_path):
         wait(driver, lambda driver: "vbs watch does not answer" in texts(driver, "#problem")[0])
 
 
-def test_records_and_decisions_of_other_kinds_are_drawn_as_far_as_they_are_numbers(tmp_path):
+def test_records_and_decisions_of_other_kinds_are_drawn_as_far_as_they_are_numbers(browser, tmp_path):
     write_log(tmp_path, range(1, 11), epoch="<b>", batch_size=["x"], samples_per_second={})
     decisions = [{"from_step": "x", "batch_size": "y", "cores": []}, {"from_step": 2, "batch_size": "z", "why": 5}]
     (tmp_path / "decisions.jsonl").write_text("".join(json.dumps(decision) + "\n" for decision in decisions))
@@ -116,7 +116,7 @@ def test_records_and_decisions_of_other_kinds_are_drawn_as_far_as_they_are_numbe
         assert driver.get_log("browser") == []
 
 
-def test_the_form_forecasts_the_rest(runs):
+def test_the_form_forecasts_the_rest(browser, runs):
     directory = runs[0].parent / "forecast"
     write_log(directory, range(10, 110, 10), seconds_accumulating=0.02, seconds_updating=0.03)
     origin = "trace 200 steps, sha256 0123, minibatch_size 32, ref_batchsize 32, dataset_size 6400"
