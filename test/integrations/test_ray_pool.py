@@ -11,7 +11,6 @@ import ray
 import torch
 from documents import ROOT
 from ray.cluster_utils import Cluster
-from ray.tune.execution.placement_groups import PlacementGroupFactory
 from torch.testing import assert_close
 
 import variable_batch_size as vbs
@@ -37,8 +36,15 @@ def cluster(monkeypatch):
         found.shutdown()
 
 
+def resources(*bundles):
+    # imports for a second, which only the process that runs these tests has to spend
+    from ray.tune.execution.placement_groups import PlacementGroupFactory
+
+    return PlacementGroupFactory(list(bundles))
+
+
 def trial(name, cores, hints=None):
-    factory = PlacementGroupFactory([{"CPU": cores}])
+    factory = resources({"CPU": cores})
     return SimpleNamespace(trial_id=name, placement_group_factory=factory, last_result={"hints": hints})
 
 
@@ -54,9 +60,9 @@ def test_trials_of_tune_share_cores_by_goodput(monkeypatch):
     assert goodput_allocation(controller, trials[0], {"hints": scales}, None).required_resources == {"CPU": 3}
     assert goodput_allocation(controller, trials[1], {"hints": does_not}, None) is None
     assert goodput_allocation(controller, trials[1], {}, None) is None
-    trials[0].placement_group_factory = PlacementGroupFactory([{"CPU": 1, "GPU": 1}])
+    trials[0].placement_group_factory = resources({"CPU": 1, "GPU": 1})
     assert goodput_allocation(controller, trials[0], {"hints": scales}, None).bundles == [{"CPU": 3, "GPU": 1}]
-    trials[0].placement_group_factory = PlacementGroupFactory([{"CPU": 1}, {"GPU": 1}])
+    trials[0].placement_group_factory = resources({"CPU": 1}, {"GPU": 1})
     assert goodput_allocation(controller, trials[0], {"hints": scales}, None) is None
     with pytest.raises(ValueError, match="hints of trial a: max_cores: must be a positive integer, got null"):
         goodput_allocation(controller, trials[0], {"hints": {**scales, "max_cores": None}}, None)
