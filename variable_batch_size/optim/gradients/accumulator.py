@@ -34,6 +34,8 @@ NUM_CHECKS = NUM_COUNTS + _NUM_CHECKSUMS
 NUM_DIGEST = _NUM_SAMPLES + NUM_CHECKS
 _MAX_DRIFT = 1e-4  # of weights between ranks; processors of different kinds may round differently
 
+_params_of = itemgetter("params")  # of a parameter group
+
 _EPS = 1e-6  # added to a norm before it divides, as in torch.nn.utils.clip_grad_norm_
 
 
@@ -123,12 +125,11 @@ class StepGradient:
 
     def numbers(self) -> torch.Tensor:
         """What :meth:`measure` reads, on the device."""
-        own, groups = self._accumulator, self._accumulator._measured()
-        divisors = own.divisors
-        numbers = [own._numbers(), own._squared_norms_by_group(own._gradients_by_group())]
-        self._are_measured = [True] * len(groups)
+        own, divisors = self._accumulator, self._accumulator.divisors
+        numbers = [own._numbers(), own._squares_by_group()]
+        self._are_measured = [True] * own._num_measured()
         if divisors is not None:  # what has no divisor must be finite, too
-            self._are_measured = [any(p in divisors for p in group) for group in groups]
+            self._are_measured = [any(p in divisors for p in group) for group in own._measured()]
             numbers.append(own._squared_norm_of_step().view(1))
         dtype = numbers[-1].dtype
         return torch.cat([number if number.dtype == dtype else number.to(dtype) for number in numbers])
@@ -344,15 +345,14 @@ class GradientAccumulator(ABC):
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         # as parameters_of() does, without another call in every minibatch
-        return list(chain.from_iterable(map(itemgetter("params"), self.inner.param_groups)))
+        return list(chain.from_iterable(map(_params_of, self.inner.param_groups)))
 
     def _first(self) -> torch.nn.Parameter:
-        return next(p for group in self.inner.param_groups for p in group["params"])  # type: ignore[no-any-return]
+        return next(chain.from_iterable(map(_params_of, self.inner.param_groups)))  # type: ignore[no-any-return]
 
     def _measured(self) -> list[list[torch.nn.Parameter]]:
         """The parameters of each group, after those of norm layers if their samples are measured: none if not now."""
-        groups = [group["params"] for group in self.inner.param_groups]
-        layers = self.norm_layers
+        groups, layers = list(map(_params_of, self.inner.param_groups)), self.norm_layers
         return groups if layers is None else [layers.parameters if layers.is_on else [], *groups]
 
     def _num_measured(self) -> int:
@@ -369,6 +369,10 @@ class GradientAccumulator(ABC):
         """That of the norm layers' gradients of a minibatch, as the user leaves them."""
         layers: NormLayers = self.norm_layers  # type: ignore[assignment]
         return self._squared_norm([p.grad.detach() for p in layers.parameters if p.grad is not None])
+
+    def _squares_by_group(self) -> torch.Tensor:
+        """The squared norm of each group's gradients as they are now, divided by their divisors."""
+        return self._squared_norms_by_group(self._gradients_by_group())
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters() if p.grad is not None]
@@ -389,7 +393,7 @@ class GradientAccumulator(ABC):
         return torch.stack([self._squared_norm(gradients) for gradients in lists])
 
     def _squared_norms_by_group(self, groups: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> torch.Tensor:
-        """The squared norm of each group's gradients, divided by their divisors."""
+        """The squared norm of each group of gradients, divided by their divisors."""
         return self._squared_norms(self._divided(groups))
 
     def _divided(self, groups: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> list[list[torch.Tensor]]:

@@ -23,7 +23,7 @@ from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
 from variable_batch_size.optim.gradients.norms import sharded_squared_norms, squared_norm, squared_norms
 from variable_batch_size.optim.token_weights import Weight
 
-_grad_of, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")
+_grad_of, _is_sparse, _requires_grad = attrgetter("grad"), attrgetter("is_sparse"), attrgetter("requires_grad")
 
 
 @final
@@ -119,7 +119,7 @@ class BucketAccumulator(GradientAccumulator):
             self.own_norms.add(plan, weight)
         self._is_weighted = weight is not None
         measures = self._measures and plan.num_minibatches > 1  # one minibatch shows no noise
-        squares = self._squared_norms_by_group(self._gradients_by_group()) if measures else None
+        squares = self._squares_by_group() if measures else None
         if self.norm_layers is not None and self.norm_layers.is_on:
             of_samples = self.norm_layers.take(plan, squared_norm=self._squared_norm_of_layers())
             squares = self._with_samples(squares, of_samples)
@@ -145,7 +145,10 @@ class BucketAccumulator(GradientAccumulator):
 
     def _add(self, parameters: list[torch.nn.Parameter], plan: StepPlan) -> None:
         """Add the gradients of the minibatch to the buckets, and leave ``p.grad`` None."""
-        self._ensure_buckets([p for p in parameters if p.requires_grad or self._is_assigned(p)])
+        if all(map(_requires_grad, parameters)):  # as usual: without a loop in Python
+            self._ensure_buckets(parameters)
+        else:
+            self._ensure_buckets([p for p in parameters if p.requires_grad or self._is_assigned(p)])
         buckets, is_first = self._buckets, not self._has_sums
         gradients, number = list(map(_grad_of, buckets.parameters)), len(buckets.parameters)
         indices: Sequence[int] = range(number)
@@ -160,11 +163,11 @@ class BucketAccumulator(GradientAccumulator):
             self._fixed_point.add_(buckets, indices, gradients, plan.num_minibatches, is_first=is_first)
         else:
             buckets.add_(indices, gradients, is_first=is_first)
-        if is_first:
-            self._is_present = [False] * number
         if len(indices) == number:
             self._is_present = [True] * number
         else:
+            if is_first:
+                self._is_present = [False] * number
             for index in indices:
                 self._is_present[index] = True
         self._has_sums = True
@@ -221,9 +224,13 @@ class BucketAccumulator(GradientAccumulator):
         if isinstance(inverse, torch.Tensor) or inverse != 1:
             buckets.mul_(inverse)
         if not self.is_view:
-            for p, view, is_present in zip(buckets.parameters, buckets.views, self._is_present, strict=True):
-                gradient = view.to(p.dtype) if buckets.is_narrow else view
-                p.grad = None if not is_present else from_local_like(p, gradient) if is_sharded else gradient
+            parameters, gradients = buckets.parameters, buckets.views
+            if buckets.is_narrow:
+                gradients = [view.to(p.dtype) for p, view in zip(parameters, gradients, strict=True)]
+            if is_sharded:
+                gradients = list(map(from_local_like, parameters, gradients))
+            for p, gradient, is_present in zip(parameters, gradients, self._is_present, strict=True):
+                p.grad = gradient if is_present else None
         elif self._wide is not None:
             torch._foreach_copy_(self._buckets.views, self._wide.views)
         return self._step_gradient(plan)
@@ -428,6 +435,11 @@ class BucketAccumulator(GradientAccumulator):
             if not self._has_sums:
                 self._held = []  # the buckets of a module that was converted since are rebuilt
             self._versions = self._buckets.versions()
+
+    def _squares_by_group(self) -> torch.Tensor:
+        if self.divisors is not None:
+            return super()._squares_by_group()
+        return self._squared_norms([[g for g in map(_grad_of, group) if g is not None] for group in self._measured()])
 
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if self._model_parallel is None:

@@ -63,6 +63,7 @@ class GradientBuckets:
             self.numbers = torch.zeros(num_numbers, dtype=precision, device=device)
             self.flats.append(self.numbers)
         self._addresses = [view.data_ptr() for view in self.views]
+        self._storages = [flat.untyped_storage()._cdata for flat in self.flats]
         self._references = self._count_references()
 
     def matches(self, parameters: Parameters, num_numbers: int, *, checks_shapes: bool = True) -> bool:
@@ -86,8 +87,7 @@ class GradientBuckets:
     def _count_references(self) -> list[int]:
         if not _COUNTS_REFERENCES:
             return []
-        of_storages = [torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats]
-        return [*of_storages, sum(map(getrefcount, self.views))]
+        return [*map(torch._C._storage_Use_Count, self._storages), sum(map(getrefcount, self.views))]
 
     def copy_from(self, old: "GradientBuckets") -> None:
         """Copy the gradients of the parameters that other buckets have, too."""

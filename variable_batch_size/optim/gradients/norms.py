@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -12,6 +13,8 @@ _EXACT = (torch.float32, torch.float64)  # dtypes in which squared norms are sum
 _FOREACH = {*_EXACT}
 if "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema):  # older versions compute in the tensors' dtype only
     _FOREACH |= {torch.bfloat16, torch.float16}
+
+_kind_of = attrgetter("dtype", "layout", "device")
 
 
 def is_finite(values: torch.Tensor) -> torch.Tensor:
@@ -28,17 +31,20 @@ def squared_norm(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Te
 
 def squared_norms(lists: Sequence[list[torch.Tensor]], *, like: torch.Tensor) -> torch.Tensor:
     """The squared norm of each of several lists of tensors."""
-    places = [place for place, tensors in enumerate(lists) if tensors]
-    if len(places) != 1:
+    filled = list(filter(None, lists))
+    if len(filled) != 1:
         return torch.stack([squared_norm(tensors, like=like) for tensors in lists])
-    (place,) = places  # the usual case, with fewer operations
-    square = torch.stack(norms_of(lists[place], like=like)).square_().sum(0, keepdim=True)
-    return square if len(lists) == 1 else torch.constant_pad_nd(square, (place, len(lists) - place - 1))
+    (tensors,) = filled  # the usual case, with fewer operations
+    square = torch.stack(norms_of(tensors, like=like)).square_().sum(0, keepdim=True)
+    if len(lists) == 1:
+        return square
+    place = lists.index(tensors)
+    return torch.constant_pad_nd(square, (place, len(lists) - place - 1))
 
 
 def norms_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> list[torch.Tensor]:
     """The norm of each of several tensors, on the device of `like` and in float32 at least."""
-    kinds = {(tensor.dtype, tensor.layout, tensor.device) for tensor in tensors}
+    kinds = set(map(_kind_of, tensors))
     dtype, layout, device = kinds.pop() if len(kinds) == 1 else (None, None, None)
     if dtype in _FOREACH and layout is torch.strided:  # one kernel, which is much faster on a GPU
         norms = torch._foreach_norm(tensors) if dtype in _EXACT else torch._foreach_norm(tensors, dtype=torch.float32)
