@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
-from operator import and_, or_
+from operator import add, and_, or_
 from typing import Any
 
 from variable_batch_size.rules.numbers import Condition, Number, at_least, at_most, is_tensor, where
@@ -107,6 +107,9 @@ class Noise:
         return Noise(self.variance * factor, self.square_norm * factor)
 
 
+NO_NOISE = Noise(0.0, 0.0)
+
+
 def check_smoothing(smoothing: Smoothing) -> None:
     """Raise unless it is None, ``"paper"``, a decay, or a function that returns one."""
     is_decay = isinstance(smoothing, int | float) and not isinstance(smoothing, bool) and 0 <= smoothing < 1
@@ -151,7 +154,7 @@ class NoiseAverage:
 
     def __init__(self, *, starts_with_mean: bool = False, smoothing: Smoothing = None) -> None:
         self.starts_with_mean, self.smoothing = starts_with_mean, smoothing
-        self._sum, self._weight, self.count = Noise(0.0, 0.0), 0.0, 0
+        self._sum, self._weight, self.count = NO_NOISE, 0.0, 0
 
     def add(self, noise: Noise, scale: Number, is_counted: Condition = True, *, steps: Number = 1) -> Number:
         """Add the estimate of one step at scale S, if it counts; returns the part of the average that it makes.
@@ -217,11 +220,11 @@ class NoiseSpread:
         """Add the estimate of one step at scale S, if it counts, as that of several steps."""
         decay = decay_at(scale, self.smoothing) ** steps
         v, g, rest = noise.variance, noise.square_norm, 1 - decay
-        before = [*self._moments, self._weight, self._square_weight]
         values = (v, g, v * v, g * g, v * g)
         after = [old * decay + value * rest for old, value in zip(self._moments, values, strict=True)]
         after += [self._weight * decay + rest, self._square_weight * decay * decay + rest * rest]
         if is_counted is not True:
+            before = [*self._moments, self._weight, self._square_weight]
             after = [where(is_counted, new, old) for new, old in zip(after, before, strict=True)]
         *self._moments, self._weight, self._square_weight = after
 
@@ -304,7 +307,7 @@ class SampleNoise:
         if not known or not (is_tensor(known[0]) or all(known)):
             return 1.0
         noises = [one.mean for one in parts]
-        own, layers = _inverse_scale(sum(noises[1:], start=noises[0])), _inverse_scale(self.beside.mean)
+        own, layers = _inverse_scale(reduce(add, noises)), _inverse_scale(self.beside.mean)
         is_known = reduce(and_, known) & (own > 0) & (layers > 0)
         return where(is_known, layers / where(own > 0, own, 1.0), 1.0)
 
@@ -340,6 +343,8 @@ class SampleNoise:
 
 
 def _either(condition: Condition, one: Noise, other: Noise) -> Noise:
+    if not is_tensor(condition):
+        return one if condition else other
     parts = ((one.variance, other.variance), (one.square_norm, other.square_norm))
     return Noise(*(where(condition, *pair) for pair in parts))
 
@@ -397,7 +402,7 @@ class NoiseMeter:
         population = None if step.population is None else step.population * self._weight_of_a_sample
         sizes: dict[str, Any] = {"batch_size": size, "population": population}
         has_several = num_minibatches >= 2
-        samples = self._observe_samples(step, sizes, has_several, is_counted)
+        samples = None if step.of_samples is None else self._observe_samples(step, sizes, has_several, is_counted)
         if samples is None and not is_tensor(has_several) and not has_several:
             return
         active = [_is_something(measured) for measured in norms]
@@ -427,20 +432,19 @@ class NoiseMeter:
                     logger.warning(_OUTLIER, step.steps_done, 100 * part, average.count)
         if not found:
             return
-        total = sum(found[1:], start=found[0])
+        total = reduce(add, found)
         if samples is not None:
             total = _either(has_several, total, self.of_samples.spread(samples, total))  # type: ignore[union-attr]
         self._spread.add(total, step.scale, is_estimate, steps=steps)
 
     def _observe_samples(
         self, step: Step, sizes: Mapping[str, Any], has_several: Condition, is_counted: Condition
-    ) -> Noise | None:
-        """Add the norms of the samples' gradients, if they were measured; returns their noise."""
-        if step.of_samples is None:
-            return None
+    ) -> Noise:
+        """Add the norms of the samples' gradients; returns their noise."""
         if self.of_samples is None:
             self.of_samples = SampleNoise(self._new_average)
-        noise = Noise.from_norms(*step.of_samples, num_minibatches=at_least(step.batch_size, 2), **sizes)
+        of_samples: Norms = step.of_samples  # type: ignore[assignment]
+        noise = Noise.from_norms(*of_samples, num_minibatches=at_least(step.batch_size, 2), **sizes)
         self.of_samples.add(noise, step, has_several, is_counted, len(self.averages))
         return noise
 
@@ -468,7 +472,7 @@ class NoiseMeter:
     def noise(self, group: int | None = None) -> Noise | None:
         """The average noise of one parameter group, or of all groups; None before the first estimate."""
         known = [average.mean for average, is_known in self._known(group) if is_known]
-        return sum(known[1:], start=known[0]) if known else None
+        return reduce(add, known) if known else None
 
     def gain(self, batch_size: Number, ref_batchsize: Number, group: int | None = None) -> Number:
         """How many steps at the reference batch size one step of this batch size is worth."""
@@ -476,8 +480,7 @@ class NoiseMeter:
         lower_bound = at_most(batch_size / ref_batchsize, 1.0)
         if not known:
             return lower_bound
-        parts = [Noise(where(is_, mean.variance, 0.0), where(is_, mean.square_norm, 0.0)) for mean, is_ in known]
-        of_all, weight = sum(parts[1:], start=parts[0]), self._weight_of_a_sample
+        of_all, weight = reduce(add, [_either(is_, mean, NO_NOISE) for mean, is_ in known]), self._weight_of_a_sample
         gain = of_all.gain(batch_size * weight, ref_batchsize * weight)
         return where(reduce(or_, [is_known for _, is_known in known]), gain, lower_bound)
 
@@ -501,7 +504,7 @@ class NoiseMeter:
         samples = self.of_samples
         if has_samples and (samples is None or len(samples.of_groups) != num_groups):
             return False
-        return len(self.averages) == num_groups and (is_tensor(self._weight) or bool(self._weight)) == is_weighted
+        return len(self.averages) == num_groups and self._is_weighted == is_weighted
 
     def map_(self, function: Callable[[Number], Number]) -> None:
         """Replace every number that a step may change by a function of it, always in the same order."""
@@ -511,7 +514,7 @@ class NoiseMeter:
         if self.of_samples is not None:
             self.of_samples.map_(function)
         self._active = [function(is_active) for is_active in self._active]
-        if is_tensor(self._weight) or self._weight:  # without weights there is nothing to compute
+        if self._is_weighted:
             self._weight, self._samples = function(self._weight), function(self._samples)
 
     def scale_in_samples(self) -> float | None:
@@ -520,7 +523,14 @@ class NoiseMeter:
         return None if noise is None else noise.scale / self._weight_of_a_sample
 
     @property
+    def _is_weighted(self) -> bool:
+        """Whether minibatches have had weights; otherwise there is nothing to compute with them."""
+        return is_tensor(self._weight) or bool(self._weight)
+
+    @property
     def _weight_of_a_sample(self) -> Number:
+        if not self._is_weighted:
+            return 1.0
         return where(self._weight != 0, self._weight / at_least(self._samples, 1), 1.0)
 
     def interval(self) -> tuple[float, float]:

@@ -28,8 +28,7 @@ def where(condition: Condition, one: Number, other: Number) -> Number:
 
 def at_least(number: Number, bound: float) -> Number:
     """The number, or the bound if that is larger."""
-    is_plain = isinstance(number, int | float) or not is_tensor(number)
-    return max(number, bound) if is_plain else number.clamp(min=bound)
+    return number.clamp(min=bound) if is_tensor(number) else max(number, bound)
 
 
 def at_most(number: Number, bound: Number) -> Number:

@@ -10,6 +10,8 @@ from variable_batch_size.checks import check_not_negative
 from variable_batch_size.rules.numbers import Condition, Number, at_least, at_most, is_tensor, where
 from variable_batch_size.rules.rule import Rule, Step
 
+_NUMBERS = (float, Real)  # a float is one, too, which takes longer to find out
+
 
 class Transition:
     """Bounds a factor and spreads its jumps over steps, because momentum outlives a jump of the learning rate.
@@ -123,7 +125,7 @@ class LRScaler:
     def _checked(self, factor: Any, step: Step) -> Number:
         if self._is_on_device and is_tensor(factor):
             return factor
-        if not isinstance(factor, float | Real) or not 0 <= float(factor) < math.inf:
+        if not isinstance(factor, _NUMBERS) or not 0 <= float(factor) < math.inf:
             raise ValueError(
                 f"the factor of {type(self._rule).__name__} must be a finite number of at least 0, got {factor!r} for "
                 f"a batch size of {step.batch_size}"
