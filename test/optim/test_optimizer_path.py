@@ -3,6 +3,7 @@
 import sys
 from itertools import islice
 
+import pytest
 import torch
 from torch import nn
 
@@ -35,11 +36,12 @@ def calls_of(function):
     return found
 
 
-def calls_of_steps():
-    """The calls for each minibatch of a run in one process, with a linear rule and four parameters."""
+def calls_of_steps(rule):
+    """The calls for each minibatch of a run in one process, with four parameters."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     sampler = vbs.CustomSampler(1000, 16 * MINIBATCHES, minibatch_size=16)
-    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=32)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.Optimizer(inner, sampler, rule=rule, ref_batchsize=32)
     sampler.set_epoch(0)
     found = []
     for _ in islice(sampler, STEPS * MINIBATCHES):
@@ -49,15 +51,17 @@ def calls_of_steps():
     return found
 
 
-def test_accumulating_makes_at_most_20_calls_in_8_files():
-    for number, calls in enumerate(calls_of_steps()):
+@pytest.mark.parametrize(("rule", "most_calls", "most_files"), [("linear", 19, 7), ("adascale", 28, 8)])
+def test_accumulating_makes_few_calls_in_few_files(rule, most_calls, most_files):
+    for number, calls in enumerate(calls_of_steps(rule)):
         is_settled = number >= MINIBATCHES  # the first step creates the buckets
         if is_settled and (number + 1) % MINIBATCHES:
-            assert len(calls) <= 20, calls
-            assert len({file for file, _ in calls}) <= 8, calls
+            assert len(calls) <= most_calls, calls
+            assert len({file for file, _ in calls}) <= most_files, calls
 
 
-def test_updating_makes_at_most_75_calls_in_14_files():
-    for calls in calls_of_steps()[2 * MINIBATCHES - 1 :: MINIBATCHES]:
-        assert len(calls) <= 75, calls
-        assert len({file for file, _ in calls}) <= 14, calls
+@pytest.mark.parametrize(("rule", "most_calls", "most_files"), [("linear", 71, 14), ("adascale", 185, 17)])
+def test_updating_makes_few_calls_in_few_files(rule, most_calls, most_files):
+    for calls in calls_of_steps(rule)[2 * MINIBATCHES - 1 :: MINIBATCHES]:
+        assert len(calls) <= most_calls, calls
+        assert len({file for file, _ in calls}) <= most_files, calls

@@ -222,6 +222,7 @@ class StepHyperparameters:
         if communicator.is_one_program:  # now: results of a graph are ordered by the age of their tensors
             devices = [group["params"][0].device for group in inner.param_groups if group["params"]]
             self._lr_tensors = {number: self._new_lr(device) for number, device in enumerate(devices)}
+        self._lrs: list[Number] = []  # of all groups in this step
         # of each optimizer: its list of groups, their order before the step, and what was applied
         self._applied: dict[Optimizer, tuple[list[Group], list[Group], list[_Applied]]] = {}
 
@@ -229,11 +230,12 @@ class StepHyperparameters:
         """Apply the settings of a step; they are restored at the end of ``with``, whose value is the learning rates."""
         if isinstance(self._inner, MultiOptimizer):
             self._inner.check_groups()
-        self._lrs, self._depth = list[Number](), 0
+        self._lrs, self._depth = [], 0
         pairs = list(zip(self._inner.param_groups, factors, strict=True))
         try:
             for optimizer in self._optimizers:
-                groups, applied = optimizer.param_groups, list[_Applied]()
+                groups: list[Group] = optimizer.param_groups
+                applied: list[_Applied] = []
                 self._applied[optimizer] = groups, list(groups), applied
                 number = len(self._lrs)
                 for group, factor in pairs[number : number + len(groups)]:
@@ -274,19 +276,20 @@ class StepHyperparameters:
         groups, found, applied = self._applied.pop(optimizer)
         groups[:] = found
         for group, used, before, values in applied:
-            kept = {name: value for name, value in used.items() if name not in values}  # such as a step count
+            if used is not group:
+                own = {name: value for name, value in used.items() if name not in values}  # such as a step count
+                group.update(own)
             for name, value in values.items():
                 if name != "params" and used[name] is not value:
-                    kept[name] = _unscaled(used[name], value, before[name])
+                    group[name] = _unscaled(used[name], value, before[name])
                 elif used is group:
-                    kept[name] = before[name]
-            group.update(kept)
+                    group[name] = before[name]
 
     def _apply(self, optimizer: Optimizer, group: Group, rule: Rule, step: Step, factor: Number) -> list[_Applied]:
         """The group with its settings of the step; in several parts where these are not the same for all parameters."""
         # rules read that weight decay is decoupled from the group, which not every AdamW has
-        is_flagged = not is_decoupled(optimizer, group) or "decoupled_weight_decay" in group
-        flagged = group if is_flagged else {**group, "decoupled_weight_decay": True}
+        is_unflagged = "decoupled_weight_decay" not in group and _is_adamw(type(optimizer).__mro__)
+        flagged = {**group, "decoupled_weight_decay": True} if is_unflagged else group
         settings = rule.merged_settings(flagged, step, factor)
         self._lrs.append(settings["lr"] if isinstance(factor, torch.Tensor) else float(settings["lr"]))
         if "betas" in settings and (rule.corrects_bias or self.beta_history.is_for(group)):

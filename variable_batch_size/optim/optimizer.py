@@ -762,9 +762,14 @@ class CustomOptimizer(OptimizerProxy):
             of_one = schedule.minibatch_size
         totals, layers = self._accumulator.totals, self._accumulator.norm_layers
         is_drawn = totals is None or totals.read == totals.own  # whether the samples are those of the loader
-        population, samples_every = self._population if is_drawn else None, 1 if layers is None else layers.every
-        more: Any = {"population": population, "samples_every": samples_every}
-        return Step(size, of_one, self.ref_batchsize, self.steps_done, **more)
+        return Step(
+            size,
+            of_one,
+            self.ref_batchsize,
+            self.steps_done,
+            population=self._population if is_drawn else None,
+            samples_every=1 if layers is None else layers.every,
+        )
 
     @property
     def rule(self) -> Rule:
