@@ -131,7 +131,7 @@ class Scalar:
         return self._with(other, lambda a, b: (a / b).floor())
 
     def __pow__(self, exponent: Any) -> Scalar:
-        if isinstance(exponent, int):  # exactly
+        if isinstance(exponent, int) and exponent > 0:  # exactly
             return self if exponent == 1 else self * self ** (exponent - 1)
         return self._with(exponent, lambda a, b: a**b)
 

@@ -402,7 +402,7 @@ class _TracedTwin(_Twin):
         communicator: Communicator,
     ) -> None:
         super().__init__(rule, scaler, meter)
-        self._device, self._communicator, self._smoothing = device, communicator, rule.smoothing
+        self._device, self._communicator, self._smoothing = device, communicator, rule.meter.smoothing
         numbers: list[float] = [scaler.progress, 0.0]  # before the latest step; how many were skipped
         self._map(lambda number: numbers.append(number) or number)  # type: ignore[func-returns-value]
         self._are_conditions = [isinstance(number, bool) for number in numbers]
