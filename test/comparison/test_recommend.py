@@ -363,8 +363,8 @@ def test_plans_are_the_same_whatever_the_trace_does_after_the_training():
 
 
 @pytest.mark.browser
-def test_the_page_draws_the_losses_by_exponent_and_the_expected_curve(tmp_path):
-    from chromium import PHONE, browser, requested_by
+def test_the_page_draws_the_losses_by_exponent_and_the_expected_curve(browser, tmp_path):
+    from chromium import PHONE, requested_by
 
     losses = {"constant": [0.9, 0.91, 0.9], "root": [0.8, 0.81, 0.8], "linear": [INF, 0.6, 0.5], REFERENCE: FLAT}
     page = tmp_path / "report.html"
