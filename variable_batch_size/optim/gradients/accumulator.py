@@ -135,7 +135,7 @@ class StepGradient:
         return torch.cat([number if number.dtype == dtype else number.to(dtype) for number in numbers])
 
     @property
-    def layout(self) -> "Layout":
+    def layout(self) -> Layout:
         """How to read what :meth:`numbers` has returned."""
         are_measured, is_weighted = tuple(self._are_measured), self.weight is not None
         return Layout(are_measured, self.has_samples, self.measures_samples, is_weighted, self._multiple)
