@@ -23,7 +23,7 @@ test check soak: export PYTHONDONTWRITEBYTECODE :=
 
 demo: EXTRAS = demo
 demo: $(FOR_DEMO)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(CORES)
 
 # more workers than cores: some wait for other processes
 test: lint browser

@@ -1,5 +1,10 @@
-"""Replay a trace on four virtual cores: digits, a small convolutional network, and a table of the results."""
+"""Replay a trace on four virtual cores: digits, a small convolutional network, and a table of the results.
 
+python examples/demo.py
+python examples/demo.py 2    # on two cores; the weights are the same
+"""
+
+import sys
 from importlib.util import find_spec
 
 import torch
@@ -10,7 +15,6 @@ from tqdm import tqdm
 import variable_batch_size as vbs
 
 TRACE = "traces/demo.csv"
-CORES = 4
 MINIBATCH = 16
 HAS_XLA = find_spec("torch_xla") is not None
 
@@ -77,19 +81,19 @@ def train(model: nn.Module, train_data: TensorDataset, test_data: TensorDataset)
     }
 
 
-def main() -> None:
+def main(cores: int) -> None:
     trace = vbs.Trace.read(TRACE)
     if HAS_XLA:
-        print(f"Replaying {TRACE} on {CORES} virtual XLA cores; starting them takes about 10 seconds.")
+        print(f"Replaying {TRACE} on {cores} virtual XLA cores; starting them takes about 10 seconds.")
     else:
-        print(f"Replaying {TRACE} on {CORES} gloo processes (torch_xla is not installed); the weights are the same.")
-    results = vbs.launch(train, (network(), *digits()), cores=CORES, backend="xla" if HAS_XLA else "gloo")
+        print(f"Replaying {TRACE} on {cores} gloo processes (torch_xla is not installed); the weights are the same.")
+    results = vbs.launch(train, (network(), *digits()), cores=cores, backend="xla" if HAS_XLA else "gloo")
     first = results[0]
     rows = [
         ("steps", f"{first['steps']}"),
         ("samples", f"{first['samples']:,}"),
         ("distinct batch sizes", f"{len(set(trace))}, from {min(trace)} to {max(trace)}"),
-        ("idle share", f"{sum(result['idle'] for result in results) / (CORES * first['steps']):.1%} of cores × steps"),
+        ("idle share", f"{sum(result['idle'] for result in results) / (cores * first['steps']):.1%} of cores × steps"),
         ("test accuracy", f"{first['accuracy']:.1%}"),
     ]
     if HAS_XLA:
@@ -100,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 4)

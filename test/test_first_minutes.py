@@ -21,25 +21,37 @@ def make(*arguments):
     return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def demo():
-    """The output of the demo, and the rows of its table; XLA compiles its programs without optimizing them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-        done = make("demo", f"VENV={sys.prefix}")
+def table_of(said):
+    return dict(re.findall(r"^(\S.*?) {2,}(.+)$", said, re.MULTILINE))
+
+
+@pytest.fixture
+def quick_compilation(monkeypatch):
+    """XLA compiles the programs of the demo without optimizing them."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_make_demo_installs_nothing_and_starts_as_many_cores_as_it_is_told():
+    done = make("demo", f"VENV={sys.prefix}", "CORES=1")  # each imports torch
     assert done.returncode == 0, done.stderr
-    return done.stdout, dict(re.findall(r"^(\S.*?) {2,}(.+)$", done.stdout, re.MULTILINE))
+    assert "pip" not in done.stdout
+    assert ("on 1 virtual XLA cores" in done.stdout) == HAS_XLA
+    assert ("on 1 gloo processes" in done.stdout) != HAS_XLA
+    assert table_of(done.stdout)["steps"] == "180"
 
 
-def test_demo_installs_nothing_and_prints_the_type_of_its_cores(demo):
-    said, _ = demo
-    assert "pip" not in said
-    assert ("4 virtual XLA cores" in said) == HAS_XLA
-    assert ("4 gloo processes" in said) != HAS_XLA
+def test_make_demo_leaves_the_number_of_cores_to_the_demo():
+    assert re.search(r"^\S+/python examples/demo\.py *$", make("--dry-run", "demo").stdout, re.MULTILINE)
 
 
-def test_demo_shows_the_results(demo):
-    _, table = demo
+@pytest.mark.usefixtures("quick_compilation")
+def test_demo_shows_the_results_of_four_cores():
+    done = forked.run_script(ROOT / "examples" / "demo.py", folder=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert ("on 4 virtual XLA cores" in done.stdout) == HAS_XLA
+    assert ("on 4 gloo processes" in done.stdout) != HAS_XLA
+    table = table_of(done.stdout)
     # 20 · 32 + 20 · 64 + 30 · 128 + 20 · 256 + 20 · 16 + 20 · 192 + 20 · 48 + 30 · 128, in minibatches of 16 on 4 cores
     assert table["steps"] == "180"
     assert table["samples"] == "19,840"
@@ -167,7 +179,12 @@ def test_last_line_is_the_number_of_skipped_xla_tests_and_long_ones_are_left_to_
     # as on a machine without a wheel, on any machine
     conftest = conftest.replace("import platform\n", "import platform\nplatform.machine = lambda: 'riscv64'\n")
     conftest = conftest.replace('find_spec("torch_xla")', "None")
-    conftest = conftest.replace('import_module("torch._dynamo")', "pass")  # it takes seconds, and nothing here uses it
+    # importing these takes seconds, and nothing here uses them
+    sampler = "from variable_batch_size.data.sampler import MinibatchSource\n"
+    conftest = conftest.replace("import torch\n", "from unittest.mock import Mock\n").replace(
+        sampler, "torch = MinibatchSource = Mock()\n"
+    )
+    conftest = conftest.replace('import_module("torch._dynamo")', "pass")
     (tmp_path / "conftest.py").write_text(conftest)
     command = ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(tmp_path), "-n", "1", str(tmp_path)]
     done = forked.run(run_pytest, command, folder=tmp_path)
