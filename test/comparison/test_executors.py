@@ -3,22 +3,25 @@
 import os
 import re
 import signal
-import subprocess
+import sys
 import threading
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
 import comparisons
+import forked
 import psutil
 import pytest
-from comparisons import command, environment, rows, rows_by_run, sigterm_as_it_is, vbs_compare, wait_for_runs
+from comparisons import rows, rows_by_run, sigterm_as_it_is, vbs_compare, wait_for_runs
 
 from variable_batch_size.command.main import main
 
 # a file instead of the digits, for which every worker would import scikit-learn
 LINE = ["--workload", f"{comparisons.HERE / 'plain_line.py'}:line", "--seeds", 2, "--rules", "linear"]
 NUM_RUNS = 6
+INTERRUPTED = "interrupted; the same command resumes"
 PAGE = comparisons.ROOT / "docs" / "clusters.md"
 RECIPES = {
     re.match(r"# (\S+)\n", block)[1]: block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -77,27 +80,38 @@ def of_session(session):
     return found
 
 
-def started(options, **variables):
-    """A comparison that has completed at least one run, in its own process session."""
-    with comparisons.on_sigint(signal.default_int_handler):
-        variables = {**environment(), **variables}
-        running = subprocess.Popen(command(*options[1:]), env=variables, stderr=subprocess.PIPE, start_new_session=True)
+def started(options):
+    """A comparison that has completed at least one run, in a forked process, which leads a session of its own."""
+    running = forked.Program(lead_session, options, folder=comparisons.HERE)
     wait_for_runs(1, running, folder_of(options))
     return running
+
+
+def finished(running):
+    """The outcome of a comparison, which must end by itself."""
+    try:
+        until(lambda: running.poll() is not None)
+    finally:
+        if running.poll() is None:
+            running.send_signal(signal.SIGKILL)
+    return running.finish()
+
+
+def lead_session(options):
+    os.setsid()
+    warnings.simplefilter("error")
+    # of Dask, if another cluster has its usual port, or if the machine is busy
+    for beginning in ("Port", "Creating scratch directories"):
+        warnings.filterwarnings("ignore", beginning)
+    sys.exit(main(options))
 
 
 def folder_of(options):
     return Path(options[options.index("--out") + 1])
 
 
-def interrupted(options, **variables):
-    """Interrupt a comparison after at least one run; returns the files of those runs with their modification times."""
-    running = started(options, **variables)
-    running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=600)
-    assert running.returncode == 130, errors.decode()
-    assert b"interrupted; the same command resumes" in errors
-    until(lambda: not of_session(running.pid))
+def made_before_the_interruption(options):
+    """The files of the runs that an interrupted comparison has made, with their modification times."""
     made = made_in(folder_of(options))
     assert 1 <= len(made) < NUM_RUNS
     return made
@@ -125,7 +139,13 @@ def ends_with(expected, options, *, while_killing):
 
 def test_loky_resumes_after_an_interruption_and_a_killed_worker(local, tmp_path):
     options = options_for("on_loky.py", tmp_path, max_workers=1)  # each has to import torch, and again after the kill
-    made = interrupted(options)
+    running = started(options)
+    running.send_signal(signal.SIGINT)
+    done = finished(running)
+    assert done.returncode == 130, done.stderr
+    assert INTERRUPTED in done.stderr
+    until(lambda: not of_session(running.pid))
+    made = made_before_the_interruption(options)
     assert ends_with(local, options, while_killing="popen_loky")
     assert made_in(tmp_path / "out").items() >= made.items()
     until(lambda: not below(os.getpid(), "popen_loky"))
@@ -134,38 +154,51 @@ def test_loky_resumes_after_an_interruption_and_a_killed_worker(local, tmp_path)
 def test_dask_continues_after_a_killed_worker_and_leaves_no_process(local, tmp_path):
     running = started(options_for("on_dask.py", tmp_path, n_workers=1))  # as with loky; Dask starts another one
     below(running.pid, "spawn_main")[0].kill()
-    _, errors = running.communicate(timeout=600)
-    assert running.returncode == 0, errors.decode()
+    done = finished(running)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "results.csv").read_bytes() == local
     until(lambda: not of_session(running.pid))
 
 
 @pytest.fixture
 def ray_cluster(monkeypatch):
-    """Two Ray nodes on this machine, in separate processes."""
+    """A Ray node on this machine, in separate processes, without those that nothing here uses."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("PYTHONPATH", str(comparisons.ROOT))
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **unused})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     try:
-        cluster.second_node = cluster.add_node(num_cpus=1)
         yield cluster
     finally:
         cluster.shutdown()
 
 
 @pytest.mark.filterwarnings("ignore")  # of Ray and its dependencies
-def test_ray_resumes_after_an_interruption_a_killed_worker_and_a_removed_node(local, tmp_path, ray_cluster):
+def test_ray_resumes_after_an_interruption_a_killed_worker_and_a_removed_node(local, tmp_path, ray_cluster, capsys):
     options = options_for("on_ray.py", tmp_path)
-    made = interrupted(options, PYTHONWARNINGS="ignore")
+
+    def interrupt():
+        until(lambda: made_in(tmp_path / "out"))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with comparisons.on_sigint(signal.default_int_handler), pytest.raises(SystemExit) as caught:
+        main(options)
+    interrupting.join()
+    assert caught.value.code == 130
+    assert INTERRUPTED in capsys.readouterr().err
+    made = made_before_the_interruption(options)
     until(lambda: not below(os.getpid(), "ray::make"))
+    second_node = ray_cluster.add_node(num_cpus=1, include_log_monitor=False)
 
     def leave():
         until(lambda: below(os.getpid(), "ray::make"))
-        ray_cluster.remove_node(ray_cluster.second_node, allow_graceful=False)
+        ray_cluster.remove_node(second_node, allow_graceful=False)
 
     leaving = threading.Thread(target=leave)
     leaving.start()

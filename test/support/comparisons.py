@@ -118,12 +118,8 @@ def on_sigint(handler):
         signal.signal(signal.SIGINT, before)
 
 
-# warnings of Dask if another cluster has its usual port, or if the machine is busy
-BUSY = ["-W", "ignore:Port", "-W", "ignore:Creating scratch directories"]
-
-
 def command(*options):
-    return [sys.executable, "-W", "error", *BUSY, "-m", "variable_batch_size", "compare", *map(str, options)]
+    return [sys.executable, "-W", "error", "-m", "variable_batch_size", "compare", *map(str, options)]
 
 
 def environment():

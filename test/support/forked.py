@@ -55,13 +55,14 @@ class Program:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads is intended
             self._process.start()
+        self.pid = self._process.pid
 
     def poll(self):
         """The exit code, or None while it runs."""
         return self._process.exitcode
 
     def send_signal(self, number):
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def finish(self):
         self._process.join()
