@@ -22,6 +22,7 @@ SETTINGS = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+UNUSED = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # processes of a node
 # Ray looks for nodes that have joined or left every 20 s; this makes it look whenever it gets a line
 LOOK_FOR_NODES = """
 import sys, ray
@@ -46,7 +47,7 @@ def cluster(monkeypatch):
         monkeypatch.setenv(name, value)
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **UNUSED})
     try:
         yield cluster
     finally:
@@ -69,7 +70,7 @@ def test_workers_that_join_leave_are_killed_or_preempted_resume_to_the_weights_o
 
     try:
         wait_for("waiting-5")
-        node = cluster.add_node(num_cpus=1)
+        node = cluster.add_node(num_cpus=1, include_log_monitor=False)
         print(file=looking.stdin, flush=True)
         wait_for("waiting-25")
         cluster.remove_node(node, allow_graceful=False)
