@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import forked
 import keras
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ RULES = {"linear": vbs.LinearRuleOptimizer, "adascale": vbs.AdaScaleOptimizer}
 # from Keras, when it converts a variable to an array
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+INTEGRATION = VariableBatchModel.__module__
 
 
 def model_of(kind):
@@ -309,24 +311,39 @@ def test_a_model_that_was_not_compiled_says_so():
 # -------------------------------------------------------------------------------------------------------------- backend
 
 
-def imported(code="", **variables):
-    """What a new process prints that imports the integration, without KERAS_BACKEND unless it is given."""
-    script = f"{code}\nimport os, variable_batch_size.integrations.keras\nimport keras\nprint(keras.backend.backend())"
-    inherited = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
-    command = [sys.executable, "-c", script + "\nprint(os.environ.get('KERAS_BACKEND'))"]
-    done = subprocess.run(command, env=inherited | variables, capture_output=True, text=True, check=False)
-    return done.stdout.split() or done.stderr.splitlines()[-1]
+PRINTING = "import os, variable_batch_size.integrations.keras\nimport keras\nprint(keras.backend.backend())"
+
+
+def without_backend(**variables):
+    """The variables of this process without KERAS_BACKEND, and these."""
+    return {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"} | variables
 
 
 def test_torch_is_chosen_if_keras_is_not_imported_yet(tmp_path):
-    assert imported(KERAS_HOME=str(tmp_path)) == ["torch", "None"]
+    command = [sys.executable, "-c", PRINTING + "\nprint(os.environ.get('KERAS_BACKEND'))"]
+    done = subprocess.run(command, env=without_backend(KERAS_HOME=str(tmp_path)), capture_output=True, text=True)
+    assert done.stdout.split() == ["torch", "None"], done.stderr
+
+
+def error_of_import(code="", **variables):
+    """The last line of the error of a process that imports the integration, with the modules of a new process."""
+    return forked.run(_import, code, without_backend(**variables), folder=".").stderr.splitlines()[-1]
+
+
+def _import(code, variables):
+    os.environ.clear()
+    os.environ.update(variables)
+    for name in [name for name in sys.modules if name.split(".")[0] == "keras" or name == INTEGRATION]:
+        del sys.modules[name]
+    exec(f"{code}\n{PRINTING}", {"__name__": "__main__"})
 
 
 def test_another_backend_raises_in_one_sentence():
-    assert imported(KERAS_BACKEND="tensorflow") == "RuntimeError: KERAS_BACKEND must be torch, got tensorflow"
+    message = error_of_import(KERAS_BACKEND="tensorflow")
+    assert message == "RuntimeError: KERAS_BACKEND must be torch, got tensorflow"
     loaded = "import sys, unittest.mock as mock\nsys.modules['keras'] = mock.MagicMock()\n"
-    found = imported(loaded + "sys.modules['keras'].backend.backend.return_value = 'jax'")
-    assert found == (
+    message = error_of_import(loaded + "sys.modules['keras'].backend.backend.return_value = 'jax'")
+    assert message == (
         "RuntimeError: Keras was imported with the jax backend, and must use torch: import "
         "variable_batch_size.integrations.keras first, or set KERAS_BACKEND=torch"
     )
