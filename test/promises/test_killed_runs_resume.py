@@ -209,6 +209,7 @@ def test_ctrl_c_to_torchrun_saves(tmp_path):
     assert not session.left_behind()
 
 
+READY = "in an endless step"
 ENDLESS_STEP = """
 import os, sys, time
 import torch
@@ -220,7 +221,7 @@ def train(directory):
     optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler)
     for epoch in vbs.Checkpoint(directory, model=model, optimizer=optimizer).epochs(2):
         for _ in sampler:
-            open(directory + "/started", "w").close()
+            print("in an endless step", flush=True)
             time.sleep(600)
 
 if __name__ == "__main__":
@@ -228,29 +229,37 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("program", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]])
-def test_second_ctrl_c_ends_at_once(tmp_path, program):
-    """In a step that takes ten minutes, in which the first one cannot be acknowledged."""
-    (tmp_path / "script.py").write_text(ENDLESS_STEP)
-    command = [sys.executable, *program, "script.py", str(tmp_path)]
-    running = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
+def script_in_a_fork(path, directory, output):
+    return forked.Leader(forked.run_script_here, path, directory, environment={}, output=output)
+
+
+def script_under_torchrun(path, directory, output):
+    """Under a torchrun of its own, which is what forwards the signal."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", path, directory],
+        stdout=output,
+        stderr=output,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # also if tests run in the background
         start_new_session=True,
     )
-    while not (tmp_path / "started").exists():
-        assert running.poll() is None
-        time.sleep(0.02)
-    os.killpg(running.pid, signal.SIGINT)
-    assert any(ANNOUNCED in line for line in running.stderr)  # which waits for it
-    time.sleep(1.2)
-    begin = time.monotonic()
-    os.killpg(running.pid, signal.SIGINT)
-    running.communicate()  # when its cores have also closed their output
-    assert running.returncode != 0
+
+
+@pytest.mark.parametrize("start", [script_in_a_fork, script_under_torchrun])
+def test_second_ctrl_c_ends_at_once(tmp_path, start):
+    """In a step that takes ten minutes, in which the first one cannot be acknowledged."""
+    (tmp_path / "script.py").write_text(ENDLESS_STEP)
+    output, end_of_the_program = os.pipe()
+    running = start(tmp_path / "script.py", tmp_path, end_of_the_program)
+    os.close(end_of_the_program)
+    with open(output) as said:
+        assert any(READY in line for line in said)  # which waits for it
+        os.killpg(running.pid, signal.SIGINT)
+        assert any(ANNOUNCED in line for line in said)
+        time.sleep(1.2)
+        begin = time.monotonic()
+        os.killpg(running.pid, signal.SIGINT)
+        said.read()  # until its cores have also closed their output
+    assert running.wait() != 0
     assert time.monotonic() - begin < 25  # torchrun kills its workers after 30 s
     assert not state_file.checkpoints(tmp_path)
 
