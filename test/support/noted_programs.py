@@ -3,7 +3,6 @@
 import torch
 from threaded_cores import Threads
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from variable_batch_size.cores.communicator import SingleProcess
 from variable_batch_size.cores.xla import XlaDevices
@@ -18,11 +17,12 @@ class Programs(TorchDispatchMode):
         self.found = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        leaves = tree_leaves((args, kwargs))
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        constants = [leaf for leaf in leaves if isinstance(leaf, int | float) and leaf in (0, 1, -1)]
         if function is not torch.ops.aten.lift_fresh.default:  # made on the host, so not a constant
-            self.current.append((str(function), str(shapes), str(constants)))
+            values = (*args, *(kwargs or {}).values())
+            leaves = [leaf for value in values for leaf in (value if isinstance(value, list | tuple) else (value,))]
+            shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
+            constants = [leaf for leaf in leaves if isinstance(leaf, int | float) and leaf in (0, 1, -1)]
+            self.current.append((function, shapes, str(constants)))
         return function(*args, **(kwargs or {}))
 
     def end(self, *, is_extra=False):
