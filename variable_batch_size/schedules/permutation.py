@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -40,12 +40,19 @@ class Permutation:
 
     def __call__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The elements at the given positions."""
-        elements = self._pass(positions.astype(np.uint64).ravel())
+        # of few elements, most are beyond `size` for many passes
+        permuted = self._pass if self.size >= _SMALLEST_BASE**2 else self._table.__getitem__
+        elements = permuted(positions.astype(np.uint64).ravel())
         beyond = (elements >= self.size).nonzero()[0]
         while len(beyond):
-            elements[beyond] = walked = self._pass(elements[beyond])
+            elements[beyond] = walked = permuted(elements[beyond])
             beyond = beyond[walked >= self.size]
         return elements.view(np.int64).reshape(positions.shape)
+
+    @cached_property
+    def _table(self) -> Words:
+        """All elements after one pass."""
+        return self._pass(np.arange(int(self._left_base * self._right_base), dtype=np.uint64))
 
     def _pass(self, x: Words) -> Words:
         left = x // self._right_base
