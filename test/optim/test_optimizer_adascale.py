@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from itertools import count, islice
 
 import pytest
 import torch
@@ -366,11 +367,35 @@ def digits():
     return torch.tensor(x, dtype=torch.float32)[order] / 16, torch.tensor(y)[order]
 
 
+def network(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+@torch.no_grad()
+def accuracy_of(model):
+    x, y = digits()
+    return (model(x[1280:]).argmax(1) == y[1280:]).float().mean().item()
+
+
+def accuracy_at_scale_1(seed, updates):
+    """Test accuracy of plain SGD after a linear decay over `updates`."""
+    x, y = digits()
+    model = network(seed)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    batches = (indices for _ in count() for indices in torch.randperm(1280).split(8))
+    for done, indices in enumerate(islice(batches, updates)):
+        inner.param_groups[0]["lr"] = 0.05 * (1 - done / updates)
+        inner.zero_grad()
+        nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
+        inner.step()
+    return accuracy_of(model)
+
+
 def accuracy_after(kind, batch_size, seed, *, progress=None, updates=None):
     """Test accuracy of a small network after a linear decay over `progress`, or over `updates`."""
     x, y = digits()
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = network(seed)
     # only AdaScale measures minibatches; the gradient of a step is the same with one
     minibatch_size = min(batch_size, 32) if kind is vbs.AdaScaleOptimizer else batch_size
     sampler = vbs.CustomSampler(dataset_size=1280, trace=batch_size, minibatch_size=minibatch_size, seed=seed)
@@ -391,20 +416,19 @@ def accuracy_after(kind, batch_size, seed, *, progress=None, updates=None):
             else:
                 scheduler.step()
             if (optimizer.progress if progress else optimizer.steps_done) >= length:
-                with torch.no_grad():
-                    return (model(x[1280:]).argmax(1) == y[1280:]).float().mean().item(), optimizer.steps_done
+                return accuracy_of(model), optimizer.steps_done
 
 
 def test_at_scale_16_adascale_reaches_the_accuracy_of_scale_1_and_other_rules_do_not():
     progress, seeds = 800, range(3)
-    at_scale_1 = torch.tensor([accuracy_after(vbs.AdaScaleOptimizer, 8, seed, progress=progress)[0] for seed in seeds])
+    at_scale_1 = torch.tensor([accuracy_at_scale_1(seed, progress) for seed in seeds])
     runs = [accuracy_after(vbs.AdaScaleOptimizer, 128, seed, progress=progress) for seed in seeds]
     adascale, updates = torch.tensor([run[0] for run in runs]), [run[1] for run in runs]
     constant = torch.tensor(
         [accuracy_after(vbs.ConstantOptimizer, 128, seed, updates=n)[0] for seed, n in zip(seeds, updates, strict=True)]
     )
-    linear = torch.tensor([accuracy_after(vbs.LinearRuleOptimizer, 128, seed, updates=150)[0] for seed in range(6)])
-    # with six sets of three seeds: 0.972 to 0.975, 0.968 to 0.973, 0.917 to 0.929, and single runs of 0.08 to 0.96
+    linear = torch.tensor([accuracy_after(vbs.LinearRuleOptimizer, 128, seed, updates=100)[0] for seed in range(6)])
+    # of six seeds: 0.969 to 0.977, 0.965 to 0.975, 0.911 to 0.932, and of twelve single runs 0.21 to 0.944
     assert at_scale_1.mean() > 0.95
     assert max(updates) < progress / 4
     assert (adascale.mean() - at_scale_1.mean()).abs() < 0.015
