@@ -75,7 +75,13 @@ class Run:
             "progress": optimizer.progress,
             "report": optimizer.report(),
         }
-        return copy.deepcopy({**numbers, "model": self.model.state_dict(), "inner": self.inner.state_dict()["state"]})
+        inner = {p: cloned(state) for p, state in self.inner.state_dict()["state"].items()}
+        return {**numbers, "model": cloned(self.model.state_dict()), "inner": inner}
+
+
+def cloned(tensors):
+    """A copy as deepcopy() makes it, in a fraction of its time."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in tensors.items()}
 
 
 def assert_same(one, other, tolerance=1e-12):

@@ -56,7 +56,7 @@ class Problem:
         return Noise(variance, square)
 
 
-def errors(kind, seed, is_weighted, num_steps=40):
+def errors(kind, seed, is_weighted, num_steps):
     """For some steps, log of the measured over the true noise: V, and G² + V/B, averaged over the steps before."""
     problem = Problem(seed)
     optimizer_kind, inner = KINDS[kind]
@@ -101,10 +101,11 @@ def vbs_pass(optimizer):
     return optimizer.sampler
 
 
+@pytest.mark.parametrize("num_steps", [30, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["samples", "weights"])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_noise_agrees_with_that_of_all_samples_from_step_20_on(kind, is_weighted):
-    of_seeds = [errors(kind, seed, is_weighted) for seed in range(6)]
+def test_noise_agrees_with_that_of_all_samples_from_step_20_on(kind, is_weighted, num_steps):
+    of_seeds = [errors(kind, seed, is_weighted, num_steps) for seed in range(6)]
     for step in of_seeds[0]:
         for number in (0, 1):
             values = [found[step][number] for found in of_seeds]

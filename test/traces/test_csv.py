@@ -325,9 +325,11 @@ def test_invalid_first_row_is_rejected_with_its_line(save, above, row, message):
 
 
 def test_invalid_row_after_many_valid_ones_is_rejected_with_its_line(save):
-    rows = "".join(f"{step},{64 + 32 * (step % 3)}\n" for step in range(300_000))
-    path = save(f"step,batchsize\n{rows}300000,sixty\n300001,64\n")
-    with rejects(path, 300_002, "batchsize must be an integer, got sixty"):
+    """In another piece of the file, with a type of its own: pandas reads 16384 rows of 32 columns at a time."""
+    header = ",".join(["step", "batchsize", *(f"other{number}" for number in range(30))])
+    rows = "".join(f"{step},{64 + 32 * (step % 3)}\n" for step in range(20_000))
+    path = save(f"{header}\n{rows}20000,sixty\n20001,64\n")
+    with rejects(path, 20_002, "batchsize must be an integer, got sixty"):
         Trace.read(path)
 
 
