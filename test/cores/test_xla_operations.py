@@ -9,6 +9,7 @@ from variable_batch_size.rules.numbers import at_least, at_most, sqrt, where
 
 VALUES = [0.0, 1.0, -2.5, 3.0, float("inf"), float("nan")]
 TENSORS = [(3, 4), (), (5,)]
+FACTORS = [0.0, 0.5, 0.25, 2.0]
 
 
 def formula(numbers, others):
@@ -51,24 +52,44 @@ def operations_of_a_core():
     chosen = []
     for is_first in (True, False):
         condition = torch.tensor([is_first]).to(device).view(())
-        on_device = [[tensor.to(device) for tensor in tensors] for tensors in (ones, others)]
+        on_device = [on_core(tensors, device) for tensors in (ones, others)]
         chosen.append(cores.where(condition, *on_device))
-    square = cores.squared_norm([tensor.to(device) for tensor in (*ones, others[0].bfloat16())])
+    scaled = [cores.scaled(on_core(to_scale(), device), torch.tensor(FACTORS).to(device))]
+    squares = cores.squared_norms([on_core(ones, device), on_core([others[0].bfloat16()], device)])
     cores.flush()
-    chosen = [[tensor.cpu() for tensor in tensors] for tensors in chosen]
-    return found, ones, others, chosen, square.cpu(), xla.num_programs()
+    chosen, scaled = ([[tensor.cpu() for tensor in tensors] for tensors in lists] for lists in (chosen, scaled))
+    return found, ones, others, chosen, scaled[0], squares.cpu(), xla.num_programs()
+
+
+def on_core(tensors, device):
+    return [tensor.to(device) for tensor in tensors]
+
+
+def to_scale():
+    """Of an idle core's gradients, not even NaN counts."""
+    nan = float("nan")
+    return [torch.tensor([[1.0, nan]]), torch.tensor([nan, 2.0]), torch.tensor(3.0), torch.tensor([1.0 + 2.0j])]
 
 
 @pytest.mark.xla
 def test_operations_have_the_results_of_tensors_and_formulas_of_several_cores_one_graph(on_xla):
     expected = each_pair(SingleProcess(), "cpu")
     results = on_xla(2, operations_of_a_core)
-    for found, ones, others, chosen, square, _ in results:
+    expected_scaled = SingleProcess().scaled(to_scale(), torch.tensor(FACTORS))
+    for found, ones, others, chosen, scaled, squares, _ in results:
         torch.testing.assert_close(found, expected, equal_nan=True)
         torch.testing.assert_close(chosen, [ones, others], rtol=0, atol=0)
-        squares = [tensor.float().square().sum() for tensor in (*ones, others[0].bfloat16())]
-        torch.testing.assert_close(square, sum(squares))
+        torch.testing.assert_close(scaled, expected_scaled, equal_nan=True, rtol=0, atol=0)
+        torch.testing.assert_close(squares, SingleProcess().squared_norms([ones, [others[0].bfloat16()]]))
     assert max(num_programs for *_, num_programs in results) == 2  # of the formula, and of the rest
+
+
+def test_tensors_with_the_factor_0_are_0_even_of_nan_and_keep_their_type():
+    nan, double = float("nan"), torch.tensor(2.0, dtype=torch.float64)
+    tensors = [torch.tensor([[1.0, nan]]), torch.tensor([nan, 2.0]), double, torch.tensor([1.0 + 2.0j])]
+    scaled = SingleProcess().scaled(tensors, torch.tensor(FACTORS))
+    expected = [torch.zeros(1, 2), torch.tensor([nan, 1.0]), double / 4, torch.tensor([2.0 + 4.0j])]
+    torch.testing.assert_close(scaled, expected, equal_nan=True, rtol=0, atol=0)
 
 
 def test_nothing_is_chosen_if_no_parameter_has_a_gradient():

@@ -65,10 +65,18 @@ class Communicator(ABC):
         """Each of the first tensors if the condition holds, otherwise each of the others."""
         return [torch.where(condition, one, other) for one, other in zip(ones, others, strict=True)]
 
-    def squared_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The squared norm of real tensors together, in float32."""
-        squares = [tensor.float().pow(2).sum() for tensor in tensors]
-        return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
+    def scaled(self, tensors: Sequence[torch.Tensor], factors: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Each tensor times its factor, an element of a vector; 0 where that is 0, even of NaN."""
+        found = []
+        for tensor, factor in zip(tensors, torch.split(factors, 1), strict=True):
+            product = tensor * factor.to(tensor.dtype)
+            found.append(torch.where(factor != 0, product, torch.zeros_like(product)).view_as(tensor))
+        return found
+
+    def squared_norms(self, lists: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """The squared norm of each of several lists of real tensors, none of them empty, in float32."""
+        squares = [[tensor.float().pow(2).sum() for tensor in tensors] for tensors in lists]
+        return torch.stack([torch.stack(some).sum() if len(some) > 1 else some[0] for some in squares])
 
     def shard_like(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
         """Before the first graph: shard tensors whose layout the compiler would otherwise choose."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from variable_batch_size.cores.communicator import Communicator, Formula, Operation
-from variable_batch_size.cores.xla_operations import as_operation, squared_norm, where
+from variable_batch_size.cores.xla_operations import as_operation, scaled, squared_norms, where
 
 NUM_THREADS = 64  # of up to 32 virtual cores: the order in which XLA's CPU sums depends on the size of its thread pool
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -177,8 +177,11 @@ class XlaDevices(Communicator):
     ) -> Sequence[torch.Tensor]:
         return super().where(condition, ones, others) if self._is_spmd else where(condition, ones, others)
 
-    def squared_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return super().squared_norm(tensors) if self._is_spmd else squared_norm(tensors)
+    def scaled(self, tensors: Sequence[torch.Tensor], factors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return super().scaled(tensors, factors) if self._is_spmd else scaled(tensors, factors)
+
+    def squared_norms(self, lists: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        return super().squared_norms(lists) if self._is_spmd else squared_norms(lists)
 
 
 def to_device_like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

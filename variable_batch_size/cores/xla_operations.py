@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib import import_module
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -30,9 +32,14 @@ def where(condition: torch.Tensor, ones: Sequence[torch.Tensor], others: Sequenc
     return _where(condition, *ones, *others) if ones else []  # of XLA, each has a result
 
 
-def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The squared norm of real tensors together, in float32."""
-    return _squared_norm(*tensors)[0]
+def scaled(tensors: Sequence[torch.Tensor], factors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Each tensor times its factor, an element of a vector; 0 where that is 0, even of NaN."""
+    return _scaled(factors, *tensors)
+
+
+def squared_norms(lists: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """The squared norm of each of several lists of real tensors, none of them empty, in float32."""
+    return _squared_norms(tuple(map(len, lists)))(*chain.from_iterable(lists))[0]
 
 
 class _Operation:
@@ -64,16 +71,37 @@ def _build_where(condition: Any, *arrays: Any) -> list[Any]:
     return [condition.broadcast(one.shape().sizes).select(one, other) for one, other in pairs]
 
 
-def _build_squared_norm(*arrays: Any) -> list[Any]:
+def _build_scaled(factors: Any, *arrays: Any) -> list[Any]:
+    found = []
+    for factor, array in zip(_elements(factors), arrays, strict=True):
+        shape = array.shape()
+        is_counted = (factor != factor.scalar_like(0.0)).broadcast(shape.sizes)
+        product = array * factor.cast(shape.dtype).broadcast(shape.sizes)
+        found.append(is_counted.select(product, array.scalar_like(0)))
+    return found
+
+
+def _build_squared_norm(arrays: Sequence[Any]) -> Any:
     wide = [array.cast("f32") for array in arrays]
     zero = wide[0].zero(wide[0].builder(), "f32")
     total, *others = [(array * array).reduce_all(zero, lambda one, other: one + other) for array in wide]
     for one in others:
         total = total + one
-    return [total]
+    return total.reshape([1])
 
 
-_where, _squared_norm = _Operation(_build_where), _Operation(_build_squared_norm)
+def _build_squared_norms(sizes: Sequence[int], *arrays: Any) -> list[Any]:
+    remaining = iter(arrays)
+    return [arrays[0].concat_in_dim([_build_squared_norm(list(islice(remaining, size))) for size in sizes], 0)]
+
+
+_where, _scaled = _Operation(_build_where), _Operation(_build_scaled)
+
+
+@cache
+def _squared_norms(sizes: tuple[int, ...]) -> _Operation:
+    """Of so many tensors in each list."""
+    return _Operation(partial(_build_squared_norms, sizes))
 
 
 def _elements(vector: Any) -> list[Any]:

@@ -39,10 +39,12 @@ class TracedAccumulator(GradientAccumulator):
     def __init__(self, inner: Optimizer, communicator: Communicator, *, exact: bool = False, **common: Any) -> None:
         super().__init__(inner, communicator, **common)
         self._fixed_point: FixedPoint32 | None = FixedPoint32(inner) if exact else None
-        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}  # over the minibatches so far
+        self._squares = torch.zeros(0)  # likewise, squared norms of each measured group
+        self._weights = torch.zeros(0)  # likewise, the sum of the weights and the number above 0
+        self._gradient: dict[torch.Tensor, torch.Tensor] = {}  # of the step, once it is reduced
+        self._step_numbers: torch.Tensor | None = None  # likewise, the squared norms and the weights
         self._infinities: dict[torch.Tensor, torch.Tensor] = {}  # in place of divisors that do not exist yet
-        self._squares: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor] = []  # their sum, and the number above 0
         self._present: set[torch.Tensor] = set()  # in a minibatch of this core
         self._has_sums = False
         self._agreed: list[bool] | None = None  # whether each parameter with a sum has a gradient on some core
@@ -81,12 +83,14 @@ class TracedAccumulator(GradientAccumulator):
             self.check_presence()
             self._agreed = self._deviations = None
         has_new_infinities = self._ensure_infinities(trainable)
-        num_squares = len(self._measured()) - len(self._squares)
-        num_weights = 2 - len(self._weights)  # always, as they must not be added later on some cores
-        self._squares += [torch.zeros(1).to(self._device()) for _ in range(num_squares)]
-        self._weights += [torch.zeros(1).to(self._device()) for _ in range(num_weights)]
-        self.communicator.shard_like([*self._squares, *self._weights])
-        return bool(converted or new or has_new_infinities or num_squares or num_weights)
+        num_new = self._num_measured() - len(self._squares)
+        if num_new:
+            zeros = torch.zeros(num_new).to(self._device())
+            self._squares = torch.cat([self._squares, zeros]) if len(self._squares) else zeros
+        if not len(self._weights):  # always, as they must not be added later on some cores
+            self._weights = torch.zeros(2).to(self._device())
+        self.communicator.shard_like([self._squares, self._weights])
+        return bool(converted or new or has_new_infinities or num_new)
 
     def _device(self) -> torch.device:
         return self._parameters()[0].device
@@ -106,28 +110,29 @@ class TracedAccumulator(GradientAccumulator):
         if self._ensure_sums():
             self.communicator.flush()
         of_one = None if weight is None else _on_device(weight, self._device())
-        first = 0 if self.norm_layers is None else 1
-        if self.norm_layers is not None:
-            # an idle core runs the same program, and drops its numbers when they are reduced
-            known = self._squared_norm_of_layers()
-            squares = self.norm_layers.take(plan._replace(is_padding=False), squared_norm=known)
-            self._squares[0].add_(squares if of_one is None else per_weight(squares, of_one))
-        for index, group in enumerate(self.inner.param_groups, start=first):
-            if self._measures:
-                fresh = [(p, p.grad) for p in group["params"] if p.grad is not None]
-                squares = self._squared_norms_by_group([fresh])
-                self._squares[index].add_(squares if of_one is None else per_weight(squares, of_one))
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._sums[p].add_(p.grad)
-                    self._present.add(p)
-                    p.grad = None
-                elif p in self._sums:
-                    self._sums[p].add_(0)  # keeps the order of results
+        if self._measures:
+            squares = self._squares_of_minibatch(plan)
+            self._squares.add_(squares if of_one is None else per_weight(squares, of_one))
+        for p in self._parameters():
+            if p.grad is not None:
+                self._sums[p].add_(p.grad)
+                self._present.add(p)
+                p.grad = None
+            elif p in self._sums:
+                self._sums[p].add_(0)  # keeps the order of results
         if of_one is not None:
-            self._weights[0].add_(of_one)
-            self._weights[1].add_((of_one > 0).float())
+            self._weights.add_(torch.cat([of_one, (of_one > 0).float()]))
         self._has_sums = True
+
+    def _squares_of_minibatch(self, plan: StepPlan) -> torch.Tensor:
+        groups = [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in self.inner.param_groups]
+        squares = self._squared_norms_by_group(groups)
+        if self.norm_layers is None:
+            return squares
+        # an idle core runs the same program, and drops its numbers when they are reduced
+        known = self._squared_norm_of_layers()
+        of_samples = self.norm_layers.take(plan._replace(is_padding=False), squared_norm=known)
+        return torch.cat([of_samples.to(squares.dtype).view(1), squares])
 
     def _accumulate_fixed_point(self, fixed_point: FixedPoint32, plan: StepPlan, weight: Weight | None) -> None:
         fixed_point.check_num_minibatches(plan.num_minibatches)
@@ -163,29 +168,24 @@ class TracedAccumulator(GradientAccumulator):
             self._reduce(plan)
         elif self._fixed_point.limbs:
             self._reduce_fixed_point(self._fixed_point, plan)
-        return StepGradient(self, plan, self._weights[0] * 1 if self._is_weighted and self._weights else None)
+        numbers = self._step_numbers  # None in fixed point, if no parameter can have a gradient
+        return StepGradient(self, plan, numbers[-2:-1] if self._is_weighted and numbers is not None else None)
 
     def _reduce(self, plan: StepPlan) -> None:
         self.communicator.flush()  # what the loop has traced may differ between cores, as a sum of losses does
-        sums, numbers = list(self._sums.values()), [*self._squares, *self._weights]
         presence = self._own_presence(plan, torch.float32)
         self._agree(presence)
-        values = [0.0, 0.0] if plan.is_idle else [self._factor(plan), 1.0]
-        factors = torch.tensor([*values, 0.0]).to(self._weights[0].device)
-        zero = factors[-1:]
-        for index, tensors in enumerate((sums, numbers)):
-            factor = factors[index : index + 1]
-            counts = factor != 0
-            for tensor in tensors:
-                weighted = torch.where(counts, tensor * factor, zero)
-                tensor.copy_(weighted.view_as(tensor))
-        self.communicator.sum([*sums, *numbers, presence])
-        self._presence = presence
+        factors = [self._factor(plan)] * len(self._sums) + [1.0, 1.0]
+        scales = torch.tensor([0.0] * len(factors) if plan.is_idle else factors).to(self._device())
+        found = self.communicator.scaled([*self._sums.values(), self._squares, self._weights], scales)
+        self.communicator.sum([*found, presence])
+        *sums, squares, weights = found
+        self._presence, self._step_numbers = presence, torch.cat([squares, weights])
         if self._is_weighted:
-            weight = self._weights[0]
+            weight = weights[:1]
             divisor = torch.where(weight == 0, torch.full_like(weight, math.inf), weight)  # so that nothing is left
-            for tensor in sums:
-                tensor.copy_((tensor / divisor).view_as(tensor))
+            sums = [(tensor / divisor.to(tensor.dtype)).view_as(tensor) for tensor in sums]
+        self._gradient = dict(zip(self._sums, sums, strict=True))
         self._set_gradients(self._agreed or [])
 
     def _reduce_fixed_point(self, fixed_point: FixedPoint32, plan: StepPlan) -> None:
@@ -197,14 +197,12 @@ class TracedAccumulator(GradientAccumulator):
             tensor.copy_((tensor * counts).view_as(tensor))
         self.communicator.sum([*sums, presence])
         totals, numbers = fixed_point.decode()
-        self._squares = list(torch.split(numbers[:-2], 1))
-        self._weights = list(torch.split(numbers[-2:], 1))
-        factor = _on_device(self._factor(plan), self._weights[0].device)
+        factor = _on_device(self._factor(plan), self._device())
         if self._is_weighted:
-            weight = self._weights[0]
+            weight = numbers[-2:-1]
             factor = torch.where(weight == 0, torch.zeros_like(weight), factor / weight)  # NaN stays NaN
-        self._sums = {p: (total * factor).view(p.shape).to(p.dtype) for p, total in totals.items()}
-        self._presence = presence
+        self._gradient = {p: (total * factor).view(p.shape).to(p.dtype) for p, total in totals.items()}
+        self._presence, self._step_numbers = presence, numbers
         fixed_point.check(self._read(fixed_point.to_check(totals, numbers)), plan.num_minibatches)
 
     # -------------------------------------------------------------------------------- which parameters have a gradient
@@ -234,7 +232,7 @@ class TracedAccumulator(GradientAccumulator):
             self._deviations = torch.zeros(len(self._agreed) or 1).to(presence.device)
 
     def _set_gradients(self, present: list[bool]) -> None:
-        for (p, tensor), is_present in zip(self._sums.items(), present, strict=True):
+        for (p, tensor), is_present in zip(self._gradient.items(), present, strict=True):
             p.grad = tensor.to(p.dtype) if is_present else None
 
     def end_epoch(self) -> None:
@@ -264,29 +262,25 @@ class TracedAccumulator(GradientAccumulator):
         )
 
     def reset(self) -> None:
-        sums = [*self._sums.values(), *self._squares, *self._weights]
+        sums = [*self._sums.values(), self._squares, self._weights]
         for tensor in sums if self._fixed_point is None else self._fixed_point.tensors():
             tensor.zero_()
         if self._presence is not None and self._deviations is not None:
             self._deviations.add_(((self._presence > 0) != self._expected).float())
-        self._presence = None
-        if self._fixed_point is not None:
-            self._sums = {}  # of the step
+        self._gradient, self._step_numbers, self._presence = {}, None, None
         self._has_sums = False
         self._present.clear()
         self.zero_grad()
 
     def _numbers(self) -> torch.Tensor:
-        if not self._weights:  # in fixed point, if no parameter can have a gradient
-            return torch.zeros(len(self._measured()) + 2)
-        return torch.cat([*self._squares, *self._weights])
+        return torch.zeros(self._num_measured() + 2) if self._step_numbers is None else self._step_numbers
 
     def _gradients_by_group(self) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         # not of p.grad, which is set by what was agreed: the sum of a parameter without a gradient is 0
-        return [[(p, self._sums[p]) for p in group if p in self._sums] for group in self._measured()]
+        return [[(p, self._gradient[p]) for p in group if p in self._gradient] for group in self._measured()]
 
     def _gradients(self) -> list[torch.Tensor]:
-        return list(self._sums.values())
+        return list(self._gradient.values())
 
     def _read(self, numbers: torch.Tensor, *, is_extra: bool = False) -> list[float]:
         """Numbers on the host; with them, after a reduction, which parameters have a gradient on some core."""
@@ -298,7 +292,7 @@ class TracedAccumulator(GradientAccumulator):
         if presence is None:
             return values
         counts = values[-len(presence) :]
-        self._set_gradients([count > 0 for count in counts[: len(self._sums)]])
+        self._set_gradients([count > 0 for count in counts[: len(self._gradient)]])
         return values[: -len(presence)]
 
     def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
@@ -309,9 +303,14 @@ class TracedAccumulator(GradientAccumulator):
         return divisor
 
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        if not gradients:
-            return torch.zeros(()).to(self._device())  # made on the host, as above
-        return self.communicator.squared_norm([one.abs() if one.is_complex() else one for one in gradients])
+        return self._squared_norms([gradients])[0]
+
+    def _squared_norms(self, lists: list[list[torch.Tensor]]) -> torch.Tensor:
+        if all(lists):
+            real = [[one.abs() if one.is_complex() else one for one in gradients] for gradients in lists]
+            return self.communicator.squared_norms(real)
+        zero = torch.zeros(1).to(self._device())  # made on the host, as above
+        return torch.cat([self._squared_norms([gradients]) if gradients else zero for gradients in lists])
 
 
 def _sum_dtype(p: torch.Tensor) -> torch.dtype:
