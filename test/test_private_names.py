@@ -54,6 +54,7 @@ TABLE = {
         *("_unsharded_param", "unsharded_accumulated_grad"),  # no public API has gradients that are not reduced yet
         *("_foreach_add_", "_foreach_mul_"),
     },
+    "cores/cuda_operations.py": {"_compile_kernel"},  # torch has no public way to compile a kernel without a compiler
     "cores/xla.py": {
         *("_XLAC", "_get_xla_op_sharding", "_xla_mark_sharding"),  # to shard a buffer like its parameter
         *("_internal", "_run_thread_per_device"),  # to run some of the cores of a host

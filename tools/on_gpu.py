@@ -1,6 +1,6 @@
 """Train on a GPU and on the CPU, and print how far the weights are apart and whether the host has waited for the GPU.
 
-PYTHONPATH=. python tools/on_gpu.py
+PYTHONPATH=.:test/support python tools/on_gpu.py
 """
 
 import argparse
@@ -9,9 +9,12 @@ import math
 from functools import partial
 
 import torch
+from every_operator import results
 from torch import nn
 
 import variable_batch_size as vbs
+from variable_batch_size.cores import cuda_operations
+from variable_batch_size.cores.communicator import SingleProcess
 
 TRACE = [4 * n for n in (2, 1, 3, 6, 1, 2, 5, 4, 4, 1, 2, 8)] * 4
 NUM_WARM = 40  # steps in which state is made, and 20 estimates, which begin with the tenth update for AdamScale
@@ -65,6 +68,7 @@ def main():
     argparse.ArgumentParser(description=__doc__).parse_args()
     logging.disable(logging.WARNING)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    check_formulas()
     print(f"{'rule':12}{'inner':8}{'form':12}{'smooth':8}{'way':18}{'difference':14}{'skipped':10}waits")
     for rule in RULES:
         for inner in INNER:
@@ -144,6 +148,17 @@ OTHERS = {
     "noise by norm layers": partial(with_noise, measure_noise="norm layers"),
     "noise in the norm of AdamW": partial(with_noise, measure_noise="own norm"),
 }
+
+
+def check_formulas():
+    """Raise unless a kernel of every operator has the results of tensors."""
+    if not cuda_operations.are_available():
+        print("Formulas are operations of torch: this version compiles no kernels")
+        return
+    tensors = results(SingleProcess().as_operation, "cpu", torch.float64)
+    kernels = results(cuda_operations.as_operation, "cuda", torch.float64)
+    torch.testing.assert_close(kernels, tensors, equal_nan=True, rtol=1e-14, atol=0)
+    print(f"Formulas are a kernel, which has the {sum(map(len, tensors))} results of tensors")
 
 
 def apart(found, expected):

@@ -2,51 +2,19 @@
 
 import pytest
 import torch
+from every_operator import results
 
 from variable_batch_size.cores import xla, xla_operations
 from variable_batch_size.cores.communicator import SingleProcess
-from variable_batch_size.rules.numbers import at_least, at_most, sqrt, where
+from variable_batch_size.cores.formulas import Scalar
 
-VALUES = [0.0, 1.0, -2.5, 3.0, float("inf"), float("nan")]
 TENSORS = [(3, 4), (), (5,)]
 FACTORS = [0.0, 0.5, 0.25, 2.0]
 
 
-def formula(numbers, others):
-    """With every operator and choice that rules use."""
-    first, second = numbers
-    (other,) = others
-    is_more, is_known = first > other, second != 0
-    return [
-        first + second + 1 - other,
-        2 - first * second / 4,
-        1 / other + True * other,
-        (other * 4) // 1.5,
-        first**1 + first**2 + at_least(other, 0.5) ** at_most(other, 2.0),
-        sqrt(at_least(first, 0.0)),
-        at_most(at_least(second, -1.0), other),
-        where(is_more, first, 7.0),
-        where(is_more & is_known, 7.0, first),
-        where(is_more | False, first, second),
-        3 + is_known * 2.0 + (first >= 1),
-        (where(is_more, is_known, True)) * 1.0,
-    ], [is_more, True & is_known, is_more | (first < other), is_more.logical_not(), (second == other) & True]
-
-
-def each_pair(communicator, device):
-    operation = communicator.as_operation(formula)
-    found = []
-    for number in VALUES:
-        for other in (0.5, 2.0, 3.0):
-            rows = operation(torch.tensor([number, 1 - other]).to(device), torch.tensor([other]).to(device))
-            communicator.flush()
-            found += [row.cpu() for row in rows]
-    return found
-
-
 def operations_of_a_core():
     cores, device = xla.XlaDevices(), xla.device()
-    found = each_pair(cores, device)
+    found = results(cores.as_operation, device, flush=cores.flush)
     generator = torch.Generator().manual_seed(0)
     ones, others = ([torch.randn(shape, generator=generator) for shape in TENSORS] for _ in range(2))
     chosen = []
@@ -73,15 +41,15 @@ def to_scale():
 
 @pytest.mark.xla
 def test_operations_have_the_results_of_tensors_and_formulas_of_several_cores_one_graph(on_xla):
-    expected = each_pair(SingleProcess(), "cpu")
-    results = on_xla(2, operations_of_a_core)
+    expected = results(SingleProcess().as_operation, "cpu")
+    of_cores = on_xla(2, operations_of_a_core)
     expected_scaled = SingleProcess().scaled(to_scale(), torch.tensor(FACTORS))
-    for found, ones, others, chosen, scaled, squares, _ in results:
+    for found, ones, others, chosen, scaled, squares, _ in of_cores:
         torch.testing.assert_close(found, expected, equal_nan=True)
         torch.testing.assert_close(chosen, [ones, others], rtol=0, atol=0)
         torch.testing.assert_close(scaled, expected_scaled, equal_nan=True, rtol=0, atol=0)
         torch.testing.assert_close(squares, SingleProcess().squared_norms([ones, [others[0].bfloat16()]]))
-    assert max(num_programs for *_, num_programs in results) == 2  # of the formula, and of the rest
+    assert max(num_programs for *_, num_programs in of_cores) == 2  # of the formula, and of the rest
 
 
 def test_tensors_with_the_factor_0_are_0_even_of_nan_and_keep_their_type():
@@ -100,4 +68,4 @@ def test_nothing_is_chosen_if_no_parameter_has_a_gradient():
 def test_formula_cannot_branch_on_a_number_that_is_traced():
     """It would always take the first branch, as objects are true."""
     with pytest.raises(TypeError, match="`where`"):
-        bool(xla_operations.Scalar(None))
+        bool(Scalar(None))

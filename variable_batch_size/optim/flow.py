@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from variable_batch_size.cores import xla
-from variable_batch_size.cores.communicator import Communicator, Operation
+from variable_batch_size.cores import cuda_operations, xla
+from variable_batch_size.cores.communicator import Communicator, Formula, Operation
 from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.optim.gradients.accumulator import Layout, Measured, StepGradient
 from variable_batch_size.optim.gradients.norms import is_finite
@@ -126,7 +126,7 @@ class Flow:
         num_groups = len(self.inner.param_groups)
         if looks and self.way == "on the device" and self._has_state(gradient):
             if self._twin is None:
-                self._twin = self._new_twin()
+                self._twin = self._new_twin(gradient)
             return self._twin.scale(step, gradient, num_groups, skips=skips)
         if self._twin is not None or self._pending is not None:
             self.settle()
@@ -143,10 +143,14 @@ class Flow:
                 self._observe(step, measured)
         return Outcome(self.scaler.move(step, num_groups))
 
-    def _new_twin(self) -> "_Twin":
-        if self._is_traced and isinstance(self.rule, NoiseRule):
-            return _TracedTwin(self.rule, self.scaler, self.meter, self._device, self._communicator)
-        return _EagerTwin(self.rule, self.scaler, self.meter, self._device)
+    def _new_twin(self, gradient: StepGradient) -> "_Twin":
+        parts = (self.rule, self.scaler, self.meter, self._device)
+        if self._is_traced:
+            return _OperationTwin(*parts, self._communicator.as_operation, torch.float32)
+        is_formula = isinstance(self.rule, NoiseRule) and not gradient.has_own_norms
+        if is_formula and self._device.type == "cuda" and cuda_operations.are_available():
+            return _OperationTwin(*parts, cuda_operations.as_operation, torch.float64)
+        return _EagerTwin(*parts)
 
     def _is_new(self, step: Step, gradient: StepGradient) -> bool:
         """Whether the rule has few estimates, and this step gives another, or changes the mean weight of a sample."""
@@ -379,30 +383,30 @@ class _EagerTwin(_Twin):
 
 
 @dataclasses.dataclass(frozen=True)
-class _TracedStep(Step):
+class _StepOfData(Step):
     """A step whose number of minibatches is data: it would be too small by 1 where a device divides inexactly."""
 
     num_minibatches: Number = 0
 
 
-class _TracedTwin(_Twin):
-    """A twin in a graph, of which the formulas are one operation: the host would trace each of a hundred in every step.
+class _OperationTwin(_Twin):
+    """A twin whose formulas are one operation: otherwise the host would start or trace a hundred in every step.
 
     Its numbers are one tensor, and all that changes from step to step is data.
     """
 
-    _dtype = torch.float32
-
     def __init__(
         self,
-        rule: NoiseRule,
+        rule: Any,  # a NoiseRule
         scaler: LRScaler,
         meter: NoiseMeter | None,
         device: torch.device,
-        communicator: Communicator,
+        as_operation: Callable[[Formula], Operation],
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(rule, scaler, meter)
-        self._device, self._communicator, self._smoothing = device, communicator, rule.meter.smoothing
+        self._device, self._dtype, self._smoothing = device, dtype, rule.meter.smoothing
+        self._as_operation = as_operation
         numbers: list[float] = [scaler.progress, 0.0]  # before the latest step; how many were skipped
         self._map(lambda number: numbers.append(number) or number)  # type: ignore[func-returns-value]
         self._are_conditions = [isinstance(number, bool) for number in numbers]
@@ -410,7 +414,8 @@ class _TracedTwin(_Twin):
         self._operations: dict[Any, Operation] = {}
 
     def _to_device(self, numbers: list[float]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=self._dtype).to(self._device)
+        is_cuda = self._device.type == "cuda"  # a copy from pinned memory does not wait for the device
+        return torch.tensor(numbers, dtype=self._dtype, pin_memory=is_cuda).to(self._device, non_blocking=is_cuda)
 
     def scale(self, step: Step, gradient: StepGradient, num_groups: int, *, skips: bool) -> Outcome:
         self.latest = step.steps_done + 1
@@ -418,17 +423,18 @@ class _TracedTwin(_Twin):
         data: list[Any] = [decay_at(step.scale, self._smoothing), *(getattr(step, name) for name in _SIZES)]
         data = [number for number in data if number is not None]
         blank: Any = {name: 0 for name in _SIZES if getattr(step, name) is not None}
-        fixed = _TracedStep(**{**vars(step), **blank, "steps_done": 0})
+        fixed = _StepOfData(**{**vars(step), **blank, "steps_done": 0})
         key = layout, fixed, num_groups, skips
         if key not in self._operations:
-            self._operations[key] = self._communicator.as_operation(partial(self._formula, *key))
+            self._operations[key] = self._as_operation(partial(self._formula, *key))
         self._state, factors, is_skipped = self._operations[key](self._state, numbers, self._to_device(data))
+        self._travelling = _Travelling(self._state)
         return Outcome(list(factors.unbind()), is_skipped=is_skipped.view(()))
 
     def _formula(
         self,
         layout: Layout,
-        fixed: "_TracedStep",
+        fixed: "_StepOfData",
         num_groups: int,
         skips: bool,
         state: Sequence[Number],
@@ -458,7 +464,7 @@ class _TracedTwin(_Twin):
         return self._state
 
     def read_progress_before(self) -> float:
-        return float(self._state.cpu()[0])
+        return float(self._travelling.read()[0])
 
 
 def _meters(rule: Rule, meter: NoiseMeter | None) -> Iterator[NoiseMeter]:

@@ -109,6 +109,11 @@ class StepGradient:
             self._own = accumulator.own_norms.reduce(plan, **sizes)
 
     @property
+    def has_own_norms(self) -> bool:
+        """Whether norms are measured in the optimizer's own norm."""
+        return self._own is not None
+
+    @property
     def tells_noise(self) -> bool:
         """Whether norms were measured, which in the optimizer's own norm is so in some steps only."""
         return self._own is None or any(self._own)
