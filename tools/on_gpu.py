@@ -77,10 +77,10 @@ def main():
             for form in ({"fused": True}, {}):
                 for smooth_steps in (0, 3):
                     one(rule, inner, form, smooth_steps)
-    print(f"\n{'other runs':40}{'difference':14}noise scale on the GPU, on the CPU")
+    print(f"\n{'other runs':46}{'difference':14}noise scale on the GPU, on the CPU")
     for name, program in OTHERS.items():
         (found, noise), (expected, truth) = program("cuda"), program("cpu")
-        print(f"{name:40}{apart(found, expected):<14.1e}{noise:.6g}, {truth:.6g}")
+        print(f"{name:46}{apart(found, expected):<14.1e}{noise:.6g}, {truth:.6g}")
 
 
 def text_of(length):
@@ -111,11 +111,11 @@ def with_open_steps(device, rule="linear", **options):
     return model.state_dict(), optimizer.noise_scale
 
 
-def with_noise(device, rule="surge", halves=False, inner=torch.optim.AdamW, **options):
+def with_noise(device, rule="surge", halves=False, inner=torch.optim.AdamW, fused=False, **options):
     """Steps of one and two minibatches, of which noise is measured."""
     model, data = network(device), samples(device)
     sampler = vbs.CustomSampler(dataset_size=len(data), trace=[8, 16] * 20, minibatch_size=8)
-    inner = inner(model.parameters(), lr=0.01, **({} if inner is torch.optim.SGD else {"eps": 0.01}))
+    inner = inner(model.parameters(), lr=0.01, fused=fused, **({} if inner is torch.optim.SGD else {"eps": 0.01}))
     optimizer = vbs.Optimizer(inner, sampler, rule=rule, ref_batchsize=8, model=model, **options)
     for indices in sampler:
         for part in optimizer.halves(data[indices], every=3) if halves else [data[indices]]:
@@ -124,12 +124,12 @@ def with_noise(device, rule="surge", halves=False, inner=torch.optim.AdamW, **op
     return model.state_dict(), optimizer.noise_scale
 
 
-def with_token_budget(device):
+def with_token_budget(device, fused=False):
     lengths = [5, 3, 9, 2, 30, 4, 4, 12, 6, 5] * 30
     budget = vbs.TokenBudget(lengths, trace="0:128 8:256", tokens=64)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)).to(device, torch.float64)
-    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=fused)
     optimizer = vbs.Optimizer(inner, budget, rule="adascale", ref_batchsize=128, model=model)
     for indices in budget:
         texts = [text_of(lengths[index]).to(device) for index in indices]
@@ -144,15 +144,23 @@ OTHERS = {
     "open steps, exact": partial(with_open_steps, measure_noise=True, exact=True),
     "open steps, AdaScale one step late": partial(with_open_steps, rule="adascale"),
     "token budget, AdaScale": with_token_budget,
+    "token budget, AdaScale, fused": partial(with_token_budget, fused=True),
     "halves, AdaScale": partial(with_noise, rule="adascale", inner=torch.optim.SGD, halves=True),
+    "halves, AdaScale, fused": partial(with_noise, rule="adascale", inner=torch.optim.SGD, halves=True, fused=True),
     "noise by norm layers": partial(with_noise, measure_noise="norm layers"),
+    "noise by norm layers, AdaScale, fused": partial(
+        with_noise, rule="adascale", measure_noise="norm layers", fused=True
+    ),
+    "noise in the norm of AdamW, AdaScale, fused": partial(
+        with_noise, rule="adascale", measure_noise="own norm", fused=True
+    ),
     "noise in the norm of AdamW": partial(with_noise, measure_noise="own norm"),
 }
 
 
 def check_formulas():
     """Raise unless a kernel of every operator has the results of tensors."""
-    if not cuda_operations.are_available():
+    if not cuda_operations.are_available(torch.device("cuda")):
         print("Formulas are operations of torch: this version compiles no kernels")
         return
     tensors = results(SingleProcess().as_operation, "cpu", torch.float64)

@@ -4,11 +4,13 @@ import copy
 import math
 import pickle
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
 from count_operations import CountOperations
 from count_reads import CountReads
+from kernel_in_numpy import as_operation
 from torch import nn
 from torch.testing import assert_close
 
@@ -108,6 +110,23 @@ def test_numbers_on_the_device_are_those_read_at_once(monkeypatch, rule, inner, 
     for found, one in zip(run.steps(weights=weights), expected, strict=True):
         assert_same(found, one)
     assert run.optimizer.steps_skipped == len(BAD) + (weights is not None)
+
+
+@pytest.mark.parametrize("options", [{}, {"smooth_steps": 3, "max_factor": 2.5, "clip_grad_norm": 0.5}])
+@pytest.mark.parametrize("weights", [None, "weighted"])
+@pytest.mark.parametrize(
+    ("rule", "inner"), [("adascale", "momentum"), ("adascale", "adamw"), ("adamscale", "adam"), ("surge", "sgd")]
+)
+def test_numbers_of_a_kernel_are_those_read_at_once(monkeypatch, rule, inner, weights, options):
+    expected = list(Run(rule, inner, **options).steps(weights=weights))
+    monkeypatch.setattr(flow, "_HOSTS", ())
+    monkeypatch.setattr(
+        flow, "cuda_operations", SimpleNamespace(as_operation=as_operation, are_available=lambda device: True)
+    )
+    run = Run(rule, inner, **options)
+    for found, one in zip(run.steps(weights=weights), expected, strict=True):
+        assert_same(found, one)
+    assert isinstance(run.optimizer._flow._twin, flow._OperationTwin)
 
 
 @pytest.mark.parametrize("rule", ["adascale", "linear"])

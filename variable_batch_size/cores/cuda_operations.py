@@ -23,10 +23,14 @@ template <typename T> __device__ T select(bool condition, T one, T other) { retu
 """
 
 
-@cache
-def are_available() -> bool:
+def are_available(device: torch.device) -> bool:
     """Whether torch can compile a kernel: since torch 2.9 by NVRTC, which the wheels of torch for CUDA bring along."""
-    if torch.version.cuda is None or not hasattr(torch.cuda, "_compile_kernel"):
+    return device.type == "cuda" and torch.version.cuda is not None and _compiles()
+
+
+@cache
+def _compiles() -> bool:
+    if not hasattr(torch.cuda, "_compile_kernel"):
         return False
     try:
         torch.cuda._compile_kernel(f'{_FUNCTIONS}extern "C" __global__ void {_NAME}() {{}}', _NAME)

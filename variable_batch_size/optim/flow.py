@@ -148,7 +148,7 @@ class Flow:
         if self._is_traced:
             return _OperationTwin(*parts, self._communicator.as_operation, torch.float32)
         is_formula = isinstance(self.rule, NoiseRule) and not gradient.has_own_norms
-        if is_formula and self._device.type == "cuda" and cuda_operations.are_available():
+        if is_formula and cuda_operations.are_available(self._device):
             return _OperationTwin(*parts, cuda_operations.as_operation, torch.float64)
         return _EagerTwin(*parts)
 

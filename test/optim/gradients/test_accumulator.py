@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
+from variable_batch_size.optim.gradients.accumulator import Layout
 from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
 
 
@@ -747,3 +748,20 @@ def test_a_group_may_be_frozen_when_it_is_added(on_cores):
     assert with_a_frozen_group(gradient_as_bucket_view=True) == pytest.approx(expected)
     for found in on_cores(2, with_a_frozen_group):
         assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("has_samples", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_numbers_on_a_device_are_interpreted_as_those_on_the_host(n, has_samples, is_weighted):
+    """Also of a single minibatch, which is not measured by itself."""
+    num_measured = 2 + has_samples
+    layout = Layout((True,) * num_measured, has_samples, has_samples, is_weighted, 1)
+    squares = [0.0 if n == 1 and not has_samples else 5.0 + place for place in range(num_measured)]
+    values = [*squares, 7.0, float(n), *(2.0 + place for place in range(num_measured))]
+    expected = layout.interpret(values, n)
+    numbers = torch.tensor([*values, n], dtype=torch.float64).unbind()
+    found = layout.interpret(numbers[:-1], numbers[-1], is_finite=True)
+    assert [tuple(map(float, pair)) for pair in found.norms] == [tuple(pair) for pair in expected.norms]
+    assert (found.of_samples is None) == (expected.of_samples is None)
+    assert found.of_samples is None or tuple(map(float, found.of_samples)) == tuple(expected.of_samples)

@@ -20,7 +20,7 @@ from variable_batch_size.optim.norm_layers import NormLayers
 from variable_batch_size.optim.own_norms import OwnNorms
 from variable_batch_size.optim.token_weights import Weight
 from variable_batch_size.rules.noise import Noise
-from variable_batch_size.rules.numbers import Number, is_tensor
+from variable_batch_size.rules.numbers import Number, is_tensor, where
 from variable_batch_size.rules.rule import Norms
 
 Divisors = dict[torch.Tensor, torch.Tensor]
@@ -83,8 +83,8 @@ class Layout(NamedTuple):
         ]
         of_samples = norms.pop(0) if self.has_samples else None
         of_samples = of_samples if self.measures_samples else None
-        if not is_tensor(n) and n == 1:  # the minibatch need not have been measured by itself
-            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
+        if is_tensor(n) or n == 1:  # the minibatch need not have been measured by itself
+            norms = [pair and Norms(where(n == 1, pair[1], pair[0]), pair[1]) for pair in norms]
         is_finite = all(map(math.isfinite, values)) if is_finite is None else is_finite
         if not is_finite or not self.is_weighted:
             return Measured(norms, is_finite, None, None, of_samples)
