@@ -82,11 +82,12 @@ def train(model: nn.Module, train_data: TensorDataset, test_data: TensorDataset)
 
 
 def main(cores: int) -> None:
-    trace = vbs.Trace.read(TRACE)
+    trace, plural = vbs.Trace.read(TRACE), "s" if cores > 1 else ""
     if HAS_XLA:
-        print(f"Replaying {TRACE} on {cores} virtual XLA cores; starting them takes about 10 seconds.")
+        print(f"Replaying {TRACE} on {cores} virtual XLA core{plural}; starting takes about 10 seconds.")
     else:
-        print(f"Replaying {TRACE} on {cores} gloo processes (torch_xla is not installed); the weights are the same.")
+        kind = "gloo processes" if plural else "gloo process"
+        print(f"Replaying {TRACE} on {cores} {kind} (torch_xla is not installed); the weights are the same.")
     results = vbs.launch(train, (network(), *digits()), cores=cores, backend="xla" if HAS_XLA else "gloo")
     first = results[0]
     rows = [

@@ -36,8 +36,8 @@ def test_make_demo_installs_nothing_and_starts_as_many_cores_as_it_is_told():
     done = make("demo", f"VENV={sys.prefix}", "CORES=1")  # each imports torch
     assert done.returncode == 0, done.stderr
     assert "pip" not in done.stdout
-    assert ("on 1 virtual XLA cores" in done.stdout) == HAS_XLA
-    assert ("on 1 gloo processes" in done.stdout) != HAS_XLA
+    assert ("on 1 virtual XLA core;" in done.stdout) == HAS_XLA
+    assert ("on 1 gloo process " in done.stdout) != HAS_XLA
     assert table_of(done.stdout)["steps"] == "180"
 
 
@@ -49,7 +49,7 @@ def test_make_demo_leaves_the_number_of_cores_to_the_demo():
 def test_demo_shows_the_results_of_four_cores():
     done = forked.run_script(ROOT / "examples" / "demo.py", folder=ROOT)
     assert done.returncode == 0, done.stderr
-    assert ("on 4 virtual XLA cores" in done.stdout) == HAS_XLA
+    assert ("on 4 virtual XLA cores;" in done.stdout) == HAS_XLA
     assert ("on 4 gloo processes" in done.stdout) != HAS_XLA
     table = table_of(done.stdout)
     # 20 · 32 + 20 · 64 + 30 · 128 + 20 · 256 + 20 · 16 + 20 · 192 + 20 · 48 + 30 · 128, in minibatches of 16 on 4 cores

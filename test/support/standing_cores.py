@@ -150,6 +150,7 @@ def _work(directory, address, rank, cores):
             except BaseException:
                 outcome = False, traceback.format_exc()
             pipe.send_bytes(pickle.dumps(outcome))
-            gc.collect()  # release the models of this job before the next one
+            # release the models of this job before the next one; the oldest generation is all that was imported
+            gc.collect(1)
     finally:
         os._exit(1)
