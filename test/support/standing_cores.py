@@ -150,7 +150,6 @@ def _work(directory, address, rank, cores):
             except BaseException:
                 outcome = False, traceback.format_exc()
             pipe.send_bytes(pickle.dumps(outcome))
-            # release the models of this job before the next one; the oldest generation is all that was imported
-            gc.collect(1)
+            gc.collect()  # release the models of this job before the next one, which would find their wrappers
     finally:
         os._exit(1)
