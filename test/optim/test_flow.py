@@ -17,6 +17,7 @@ from torch.testing import assert_close
 import variable_batch_size as vbs
 from variable_batch_size.optim import flow
 from variable_batch_size.optim.attachments import Follower
+from variable_batch_size.optim.gradients.accumulator import StepGradient
 from variable_batch_size.rules.noise import NoiseMeter
 
 TRACE = [4 * n for n in (2, 1, 3, 6, 1, 2, 5, 4, 4, 1, 2, 8)]
@@ -127,6 +128,17 @@ def test_numbers_of_a_kernel_are_those_read_at_once(monkeypatch, rule, inner, we
     for found, one in zip(run.steps(weights=weights), expected, strict=True):
         assert_same(found, one)
     assert isinstance(run.optimizer._flow._twin, flow._OperationTwin)
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_step_of_weight_0_is_skipped_on_a_device_whose_weight_the_host_does_not_know(monkeypatch, has_kernel):
+    expected = list(Run().steps(weights="weighted"))
+    monkeypatch.setattr(flow, "_HOSTS", ())
+    monkeypatch.setattr(StepGradient, "weighs_nothing", False)
+    kernels = SimpleNamespace(as_operation=as_operation, are_available=lambda device: has_kernel)
+    monkeypatch.setattr(flow, "cuda_operations", kernels)
+    for found, one in zip(Run().steps(weights="weighted"), expected, strict=True):
+        assert_same(found, one)
 
 
 @pytest.mark.parametrize("rule", ["adascale", "linear"])
