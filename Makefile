@@ -21,6 +21,8 @@ test check soak: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo check test lint docs browser bench tpu torchtpu soak mutants clean complete
 
+# of the demo, if given as make demo CORES=2; a variable of the environment is not meant
+CORES =
 demo: EXTRAS = demo
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/demo.py $(CORES)

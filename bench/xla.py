@@ -117,6 +117,7 @@ def counted() -> dict[str, float]:
         "compile": of("CompileTime")[1],
         "executions": of("ExecuteTime")[0],
         "transfers": of("TransferFromDeviceTime")[0],
+        "operations": sum(metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("xla::")),
     }
 
 
@@ -167,12 +168,13 @@ def main() -> None:
             print_side(side, found, sizes, peer_seconds)
         print()
     for name in HIDDEN:
-        print(f"{name}, always {CONSTANT} minibatches: ms a step, best of 5 times 20 steps")
+        print(f"{name}, always {CONSTANT} minibatches: ms a step, best of 5 times 20 steps; traced operations a step")
         best = {}
         for side in (BY_HAND_SYNCED, BY_HAND, "linear", "adascale"):
             (found,) = vbs.launch(replay, (side, [CONSTANT * MINIBATCH] * 20, 6, name), cores=1, backend="xla")
             best[side] = min(one["seconds"] for one in found[1:]) / 20 * 1e3
-            print(f"{side:26}{best[side]:8.1f}   {best[side] / best[BY_HAND_SYNCED]:.3f}", flush=True)
+            operations = found[-1]["operations"] / 20
+            print(f"{side:26}{best[side]:8.1f}   {best[side] / best[BY_HAND_SYNCED]:.3f}{operations:8.0f}", flush=True)
 
 
 if __name__ == "__main__":

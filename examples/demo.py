@@ -4,7 +4,7 @@ python examples/demo.py
 python examples/demo.py 2    # on two cores; the weights are the same
 """
 
-import sys
+import argparse
 from importlib.util import find_spec
 
 import torch
@@ -105,4 +105,6 @@ def main(cores: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 4)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cores", type=int, nargs="?", default=4)
+    main(parser.parse_args().cores)
