@@ -281,6 +281,7 @@ def test_data_parallel_over_several_devices_is_refused(is_wrapped_outside):
 
 
 def test_data_parallel_is_found_where_the_model_was_not_passed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # Lightning lets torch ask for the number of devices
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     inner = nn.Linear(2, 2)
     assert message(inner) == "no error"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import forked
@@ -74,6 +75,7 @@ def run_as_scripts(sources, folder):
 
 
 def _run_each(paths, report):
+    import_module("lightning_runs")  # Lightning then imports no torch_xla
     warnings.simplefilter("error")
     # from Keras, when it converts a tensor to an array
     warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy", DeprecationWarning)
