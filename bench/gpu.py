@@ -156,6 +156,8 @@ def compare(name: str, accumulate: int, peer: Any, options: argparse.Namespace) 
             makers["linear, weights and noise"] = partial(workload.weighted, accumulate, measure_noise=True)
     if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's AdaScale needs two gradients, and SGD
         makers["FairScale AdaScale"] = partial(workload.fairscale, peer, accumulate)
+    if unknown := set(options.sides) - set(makers):
+        raise SystemExit(f"--sides: there is no {sorted(unknown)}, only {sorted(makers)}")
     if options.sides:
         makers = {side: make for side, make in makers.items() if side.startswith("plain") or side in options.sides}
     gradient = sum(p.numel() * p.element_size() for p in workload.model.parameters()) / 2**20
