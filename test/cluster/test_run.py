@@ -5,12 +5,15 @@ import os
 import signal
 import time
 from pathlib import Path
+from unittest.mock import patch
 
+import forked
 import fsspec
 import pytest
 import torch
 
 import variable_batch_size as vbs
+from variable_batch_size.cluster import processes
 from variable_batch_size.cluster.processes import Command, LocalPool, Polled
 from variable_batch_size.cluster.run import ClusterRun, read_state
 from variable_batch_size.command.main import main
@@ -377,10 +380,31 @@ def test_processes_end_with_the_code_of_the_first_that_fails_and_have_ranks_of_t
     group.kill()
 
 
+class Forked(forked.Leader):
+    """A process of a job that is forked where `LocalPool` would start an interpreter, which has torch to import."""
+
+    def __init__(self, command, *, cwd, env, stdin, stdout, stderr):
+        _, _, wrapper, _, script, *arguments = command
+        assert wrapper == processes._WRAPPER
+        super().__init__(_in_folder, cwd, script, *arguments, environment=env, output=stdout.fileno())
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+def _in_folder(folder, script, *arguments):
+    os.chdir(folder)
+    forked.run_script_here(script, *arguments)
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """A job that is killed, stopped with its pool and resumed by another one; and one that always fails."""
-    folder = tmp_path_factory.mktemp("pool")
+    with patch.object(processes.subprocess, "Popen", Forked):
+        return run_until_the_end(tmp_path_factory.mktemp("pool"))
+
+
+def run_until_the_end(folder):
     hopeless = folder / "hopeless.py"
     hopeless.write_text("import sys\nsys.exit('it fails on purpose')\n")
     settings = "interval_seconds = 2\nfailures = 1\nbackoff_seconds = 0.1"
