@@ -9,14 +9,14 @@ from torch import nn
 import variable_batch_size as vbs
 
 REFERENCE = 4
-NUM_SAMPLES = 2048
+NUM_UPDATES = 32
 LR, DECAY = 1e-3, 1e-3
 HAS_MUON = hasattr(torch.optim, "Muon")  # since torch 2.9
 
 
-def run(weight, inner, rule, scale, gradient_of=torch.zeros_like, num_samples=NUM_SAMPLES):
+def run(weight, inner, rule, scale, gradient_of=torch.zeros_like, *, num_samples, minibatch_size=2):
     """Train a weight on `num_samples` samples at one batch size; yields after each update."""
-    sampler = vbs.CustomSampler(dataset_size=num_samples, trace=int(scale * REFERENCE), minibatch_size=2)
+    sampler = vbs.CustomSampler(num_samples, trace=int(scale * REFERENCE), minibatch_size=minibatch_size)
     optimizer = vbs.CustomOptimizer(inner, sampler, rule=rule, ref_batchsize=REFERENCE)
     for _ in sampler:
         weight.grad = gradient_of(weight)
@@ -28,9 +28,12 @@ def decay_per_sample(kind, rule, scale, **options):
     """The logarithmic decay of a weight per sample, over the second half of a run without a gradient."""
     weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
     inner = kind([weight], lr=LR, weight_decay=DECAY, **options)
-    logarithms = [math.log(weight[0, 0].item()) for _ in run(weight, inner, rule, scale)]
-    half = len(logarithms) // 2
-    return -(logarithms[-1] - logarithms[half - 1]) / (NUM_SAMPLES / 2)
+    size = int(scale * REFERENCE)  # in two minibatches, or one: without a gradient their number plays no part
+    updates = run(weight, inner, rule, scale, num_samples=NUM_UPDATES * size, minibatch_size=max(2, size // 2))
+    logarithms = [math.log(weight[0, 0].item()) for _ in updates]
+    assert len(logarithms) == NUM_UPDATES
+    half = NUM_UPDATES // 2
+    return -(logarithms[-1] - logarithms[half - 1]) / (size * half)
 
 
 SCALES = pytest.mark.parametrize("scale", [0.5, 2, 16])
@@ -115,7 +118,7 @@ def test_muon_equals_plain_muon_with_the_settings_of_each_step():
 def test_muon_rule_rejects_sgd():
     weight = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"^`inner` must be Muon, got SGD: use AdamRule"):
-        next(run(weight, torch.optim.SGD([weight], lr=0.1), vbs.rules.MuonRule(), 1))
+        next(run(weight, torch.optim.SGD([weight], lr=0.1), vbs.rules.MuonRule(), 1, num_samples=64))
 
 
 # ---------------------------------------------------------------------------------------------------------------- surge
