@@ -1,6 +1,7 @@
 """optimizer.attach, optimizer.epochs: schedulers, a log and a checkpoint are stepped, saved and restored together."""
 
 import copy
+import itertools
 import json
 import re
 
@@ -60,20 +61,25 @@ def position(optimizer, per, every):
     return int(done[per] / every + 1e-9)
 
 
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize(
-    ("per", "every", "units"),
-    [
-        ("update", None, 1),
-        ("update", 2, 2),
-        ("epoch", None, 1),
-        ("samples", None, 16),
-        ("samples", 8, 8),
-        ("tokens", 5, 5),
-        ("progress", None, 1),
-    ],
-)
-def test_scheduler_has_made_as_many_steps_as_the_run_is_long(kind, per, every, units):
+UNITS = [
+    ("update", None, 1),
+    ("update", 2, 2),
+    ("epoch", None, 1),
+    ("samples", None, 16),
+    ("samples", 8, 8),
+    ("tokens", 5, 5),
+    ("progress", None, 1),
+]
+
+
+def in_units():
+    """Two schedulers in each unit, all three in the long form."""
+    for (number, units), (place, kind) in itertools.product(enumerate(UNITS), enumerate(MAKE)):
+        yield pytest.param(*units, kind, marks=pytest.mark.long if number % 3 == place else ())
+
+
+@pytest.mark.parametrize(("per", "every", "units", "kind"), [*in_units()])
+def test_scheduler_has_made_as_many_steps_as_the_run_is_long(per, every, units, kind):
     model, loader, optimizer = make()
     scheduler = MAKE[kind](optimizer)
     optimizer.attach(scheduler, per=per, every=every)
@@ -143,9 +149,14 @@ def test_parts_are_stepped_as_by_hand(tmp_path):
     assert len(records[0]) > 5
 
 
-@pytest.mark.parametrize("order", ["scheduler first", "checkpoint first", "scheduler made after"])
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("per", ["update", "epoch", "samples"])
+def orders():
+    """Each pair of an order, a scheduler and a unit in one run; each three in the long form."""
+    lists = ["scheduler first", "checkpoint first", "scheduler made after"], [*MAKE], ["update", "epoch", "samples"]
+    for (one, order), (two, kind), (three, per) in itertools.product(*map(enumerate, lists)):
+        yield pytest.param(order, kind, per, marks=pytest.mark.long if (one + two + three) % 3 else ())
+
+
+@pytest.mark.parametrize(("order", "kind", "per"), [*orders()])
 def test_run_that_resumes_has_the_learning_rates_of_one_that_was_never_stopped(tmp_path, order, kind, per):
     def run(directory, stop_after=None):
         model, loader, optimizer = make()
