@@ -19,7 +19,7 @@ LEAST_P = 1e-4
 # ---------------------------------------------------------------------------------------------------------- one to one
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(size=st.integers(1, 5000), key=KEYS)
 @example(size=4999, key=(0, 0))  # a prime
 @example(size=71**2, key=(0, 0))
@@ -57,7 +57,7 @@ def test_positions_are_not_modified():
     assert np.array_equal(positions, np.arange(1000))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(key=KEYS, other=KEYS)
 @example(key=(0, 1), other=(1, 0))
 @example(key=(0, 1), other=(2**32, 0))
@@ -92,16 +92,19 @@ def test_all_orders_of_few_elements_occur_equally_often(size, num_seeds):
     assert stats.chisquare(list(counts.values())).pvalue > LEAST_P
 
 
-@pytest.fixture(scope="module", params=["seeds", "epochs"])
-def keys(request):
-    return [(number, 3) if request.param == "seeds" else (3, number) for number in range(2000)]
+def sizes_and_keys():
+    """Each size with consecutive seeds or epochs, with both in the long form."""
+    for (number, size), kind in product(enumerate((100, 256, 300, 17 * 19, 1000, 4096)), ("seeds", "epochs")):
+        is_long = kind != ("seeds", "epochs")[number % 2]
+        yield pytest.param((size, kind), id=f"{kind}-{size}", marks=pytest.mark.long if is_long else ())
 
 
-@pytest.fixture(scope="module", params=[100, 256, 300, 17 * 19, 1000, 4096])
-def shuffles(request, keys):
+@pytest.fixture(scope="module", params=[*sizes_and_keys()])
+def shuffles(request):
     """The orders of consecutive keys, one per row."""
-    size = request.param
-    return np.stack([Permutation(size, key)(np.arange(size)) for key in keys[: 4_000_000 // size]])
+    size, kind = request.param
+    keys = [(number, 3) if kind == "seeds" else (3, number) for number in range(min(2000, 4_000_000 // size))]
+    return np.stack([Permutation(size, key)(np.arange(size)) for key in keys])
 
 
 def bins_of(elements, size, num_bins):
