@@ -1,5 +1,6 @@
 """The noise of runs with SGD, Adam and AdamW, with and without weights, against that of all per-sample gradients."""
 
+import itertools
 import logging
 import math
 import statistics
@@ -101,9 +102,16 @@ def vbs_pass(optimizer):
     return optimizer.sampler
 
 
-@pytest.mark.parametrize("num_steps", [30, pytest.param(40, marks=pytest.mark.long)])
-@pytest.mark.parametrize("is_weighted", [False, True], ids=["samples", "weights"])
-@pytest.mark.parametrize("kind", list(KINDS))
+def runs():
+    """Each optimizer with or without weights; both, and longer runs, in the long form."""
+    for number, kind in enumerate(KINDS):
+        for is_weighted, num_steps in itertools.product((False, True), (30, 40)):
+            is_long = num_steps == 40 or is_weighted != (number != 1)
+            name = f"{kind}-{'weights' if is_weighted else 'samples'}-{num_steps}"
+            yield pytest.param(kind, is_weighted, num_steps, id=name, marks=pytest.mark.long if is_long else ())
+
+
+@pytest.mark.parametrize(("kind", "is_weighted", "num_steps"), [*runs()])
 def test_noise_agrees_with_that_of_all_samples_from_step_20_on(kind, is_weighted, num_steps):
     of_seeds = [errors(kind, seed, is_weighted, num_steps) for seed in range(6)]
     for step in of_seeds[0]:
