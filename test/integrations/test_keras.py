@@ -1,7 +1,6 @@
 """Keras on the torch backend: batches are updates, and the weights are those of a hand-written loop."""
 
 import os
-import subprocess
 import sys
 
 import forked
@@ -311,7 +310,9 @@ def test_a_model_that_was_not_compiled_says_so():
 # -------------------------------------------------------------------------------------------------------------- backend
 
 
-PRINTING = "import os, variable_batch_size.integrations.keras\nimport keras\nprint(keras.backend.backend())"
+PRINTING = """import os, variable_batch_size.integrations.keras
+import keras
+print(keras.backend.backend(), os.environ.get('KERAS_BACKEND'))"""
 
 
 def without_backend(**variables):
@@ -320,14 +321,18 @@ def without_backend(**variables):
 
 
 def test_torch_is_chosen_if_keras_is_not_imported_yet(tmp_path):
-    command = [sys.executable, "-c", PRINTING + "\nprint(os.environ.get('KERAS_BACKEND'))"]
-    done = subprocess.run(command, env=without_backend(KERAS_HOME=str(tmp_path)), capture_output=True, text=True)
+    done = import_of_keras(KERAS_HOME=str(tmp_path))
     assert done.stdout.split() == ["torch", "None"], done.stderr
 
 
+def import_of_keras(code="", **variables):
+    """The outcome of a process that imports the integration, with the modules of keras of a new process: none."""
+    return forked.run(_import, code, without_backend(**variables), folder=".")
+
+
 def error_of_import(code="", **variables):
-    """The last line of the error of a process that imports the integration, with the modules of a new process."""
-    return forked.run(_import, code, without_backend(**variables), folder=".").stderr.splitlines()[-1]
+    """The last line of its error."""
+    return import_of_keras(code, **variables).stderr.splitlines()[-1]
 
 
 def _import(code, variables):
