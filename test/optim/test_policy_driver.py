@@ -177,8 +177,14 @@ def streamed(trace, directory=None, *, stop_after=None, **options):
     return [model.weight.detach().clone()], list(stream.schedule.trace)[: optimizer.steps_done]
 
 
-@pytest.mark.parametrize("options", [{}, {"dataset_size": 300}])
-@pytest.mark.parametrize("name", POLICIES)
+def streams():
+    """Every policy with one pass over all samples or two passes over 300; with both in the long form."""
+    for number, name in enumerate(POLICIES):
+        for place, options in enumerate(({}, {"dataset_size": 300})):
+            yield pytest.param(name, options, marks=pytest.mark.long if (number + place) % 2 else ())
+
+
+@pytest.mark.parametrize(("name", "options"), [*streams()])
 def test_stream_with_a_policy_replays_bit_for_bit(name, options):
     weights, rows = streamed(POLICIES[name](), **options)
     assert len(rows) > 10
@@ -196,7 +202,16 @@ def test_stopped_stream_resumes_with_its_decisions(tmp_path):
     assert are_equal(again, weights)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("autoscale", "critical batch", "function"),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("per core", "norm test", "on plateau", "by the loss")
+        ),
+    ],
+)
 def test_a_run_goes_on_with_other_minibatches(tmp_path, name):
     allow_changes = {"minibatch_size"}
     saved_run(tmp_path, POLICIES[name](), epochs=4, stop_after=15)
@@ -334,8 +349,16 @@ def never_stopped(tmp_path_factory):
     return runs
 
 
-@pytest.mark.parametrize("name", ["per core", "function", "critical batch", "by the loss"])
-@pytest.mark.parametrize("stop_after", [5, 17, 30])
+def stops():
+    """Each policy is stopped once, in the long form three times."""
+    chosen = {("per core", 30), ("function", 5), ("critical batch", 30), ("by the loss", 17)}
+    for name in ("per core", "function", "critical batch", "by the loss"):
+        for stop_after in (5, 17, 30):
+            marks = () if (name, stop_after) in chosen else pytest.mark.long
+            yield pytest.param(name, stop_after, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "stop_after"), [*stops()])
 def test_stopped_run_resumes_as_if_never_stopped(tmp_path, name, stop_after, never_stopped):
     directory, whole = never_stopped[name]
     saved_run(tmp_path, POLICIES[name](), epochs=3, stop_after=stop_after)
