@@ -1,7 +1,7 @@
 """Streams resume from a state: their own, that of a StatefulDataLoader, or that of a Hugging Face stream."""
 
 import copy
-from itertools import chain
+from itertools import chain, product
 
 import datasets
 import pytest
@@ -17,7 +17,7 @@ from variable_batch_size.data.stream import SampleSource
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*use of fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning"
 )
-all_workers = pytest.mark.parametrize("num_workers", [0, 1, 3])
+some_workers = pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.long), 3])
 
 TRACE, MINIBATCH = [4, 6, 2, 8, 2, 10, 4, 2], 2
 ENDS = [0, 4, 10, 12, 20, 22, 32, 36, 38]  # samples before each step
@@ -131,11 +131,25 @@ def test_samples_read_in_advance_are_part_of_the_state():
 # --------------------------------------------------------------------------------------------------- StatefulDataLoader
 
 
-@all_workers
-@pytest.mark.parametrize("samples", [Resumable, hugging_face_stream, lambda: numbers], ids=["state", "hf", "function"])
-@pytest.mark.parametrize("cores", [(1, 1), (2, 3), (3, 1)], ids=str)
-def test_stateful_loader_resumes_repeatedly_on_any_number_of_cores(samples, num_workers, cores):
-    state = None
+STREAMS = {"state": Resumable, "hf": hugging_face_stream, "function": lambda: numbers}
+CORES = [(1, 1), (2, 3), (3, 1)]
+# with loader workers: each stream, and each change of the number of cores, with one and with three of them
+WITH_WORKERS = [
+    *(((1, 1), "function", 3), ((2, 3), "state", 3), ((3, 1), "hf", 3)),
+    *(((1, 1), "hf", 1), ((2, 3), "function", 1), ((3, 1), "state", 1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("cores", "stream_of", "num_workers"),
+    [
+        pytest.param(*case, marks=() if case[2] == 0 or case in WITH_WORKERS else pytest.mark.long)
+        for case in product(CORES, STREAMS, (0, 1, 3))
+    ],
+    ids=str,
+)
+def test_stateful_loader_resumes_repeatedly_on_any_number_of_cores(cores, stream_of, num_workers):
+    samples, state = STREAMS[stream_of], None
     for steps, num_replicas in ((range(3), cores[0]), (range(3, 5), cores[1]), (range(5, 8), cores[0])):
         states = []
         for rank in range(num_replicas):
@@ -171,9 +185,21 @@ def test_state_of_a_loader_at_another_step_raises(num_minibatches, first_step, n
 PASSES = [(0, 4, []), (1, 0, [[0, 1], [2, 3]]), (1, 1, [[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]])]
 
 
-@pytest.mark.parametrize("loading", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-@pytest.mark.parametrize("passes", [PASSES, PASSES[1:]], ids=["its end", "the next epoch"])
-def test_state_of_a_loader_at_its_end_starts_the_next_epoch(loading, passes):
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    ("passes", "loading"),
+    [
+        *((PASSES, {}), (PASSES[1:], {}), (PASSES, PERSISTENT), (PASSES[1:], {"num_workers": 2})),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((PASSES, {"num_workers": 2}), (PASSES[1:], PERSISTENT))
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "its end" if value is PASSES else "the next epoch",
+)
+def test_state_of_a_loader_at_its_end_starts_the_next_epoch(passes, loading):
     loader = StatefulDataLoader(make(Resumable(), dataset_size=20), batch_size=None, **loading)
     assert [minibatch["number"].tolist() for minibatch in loader] == indexed(range(4))
     stream = make(Resumable(), dataset_size=20)
@@ -198,7 +224,7 @@ def test_state_of_a_loader_within_another_epoch_raises():
 # --------------------------------------------------------------------------------------------------------- Hugging Face
 
 
-@all_workers
+@some_workers
 def test_hugging_face_stream_is_read_like_any_other(num_workers):
     for num_replicas in (1, 2):
         for rank in range(num_replicas):

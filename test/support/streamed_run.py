@@ -149,19 +149,21 @@ def train_indexed():
     return weights_after
 
 
-def begin_all(directory):
-    """Every case until it is stopped, and the stream that ends early."""
+def begin_all(directory, names):
+    """These cases until they are stopped; a number stands for a stream that ends early, with as many workers."""
     with _few_processors():
-        results = {name: train(directory / name, case, stop_after=STOP_AFTER) for name, case in CASES.items()}
-        short = {workers: Case(lambda: few_samples, num_workers=workers) for workers in (0, 3)}
-        results |= {workers: train(directory / f"short {workers}", case) for workers, case in short.items()}
-    return results
+        return {
+            name: train(directory / name, CASES[name], stop_after=STOP_AFTER)
+            if name in CASES
+            else train(directory / f"short {name}", Case(lambda: few_samples, num_workers=name))
+            for name in names
+        }
 
 
-def end_all(directory):
-    """Every case, resumed where it was stopped."""
+def end_all(directory, names):
+    """These cases, resumed where they were stopped."""
     with _few_processors():
-        return {name: train(directory / name, case) for name, case in CASES.items()}
+        return {name: train(directory / name, CASES[name]) for name in names if name in CASES}
 
 
 @contextlib.contextmanager
