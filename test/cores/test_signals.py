@@ -231,7 +231,7 @@ with signals.listening():
     worker.join()
     print(worker.exitcode)
 """
-    assert run(SHIELDED + code) == (0, ["0", "None", "0"])
+    assert fork(SHIELDED + code) == (0, ["0", "None", "0"])
 
 
 def test_busy_workers_do_not_delay_the_exit_of_their_parent():
@@ -274,7 +274,7 @@ with signals.listening():
     process.join()
     print(process.exitcode)
 """
-    assert run(SHIELDED + code) == (0, [str(TERMINATED), str(TERMINATED)])
+    assert fork(SHIELDED + code) == (0, [str(TERMINATED), str(TERMINATED)])
 
 
 # --------------------------------------------------------------------------------------------------------------- Ctrl-C
@@ -404,4 +404,4 @@ with signals.listening(lambda: None):
     worker.join(0.5)
     print(worker.exitcode)
 """
-    assert run(SHIELDED + code) == (0, ["0", "None"])
+    assert fork(SHIELDED + code) == (0, ["0", "None"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import live_runs
 
-STEPS = {"steps": 150, "seconds": 0.02}  # until all has happened; then without a wait
+STEPS = {"steps": 60, "seconds": 0.05}  # until all has happened; then without a wait
 RUNS = [
     {
         "settings": {**STEPS, "exact": True, "ddp": True, "num_workers": 1},
