@@ -120,28 +120,24 @@ def test_the_output_says_what_to_use_how_sure_that_is_and_what_it_cost(recommend
     assert "vbs recommend mine.py:made" in page
 
 
-def test_the_same_command_resumes_and_another_needs_its_own_directory(recommend, monkeypatch):
-    _, first, _ = recommend("--sizes 8:32")
-    monkeypatch.setattr(branching, "run_leg", None)
-    code, again, _ = recommend("--sizes 8:32")
-    assert (code, again) == (0, first)
-    code, _, errors = recommend("--sizes 8:32 --lr 0.02")
-    assert code == 1
-    assert "has branches with another lr, None instead of 0.02: choose another --out" in errors
-
-
 def words(output):
     """The output without times."""
     return re.sub(r"This took .*", "", output).rpartition("\n/")[0]
 
 
-def test_processes_and_executors_find_the_same(recommend, tmp_path):
+def test_processes_and_executors_find_the_same_and_the_same_command_resumes(recommend, monkeypatch, tmp_path):
     _, here, _ = recommend("--sizes 8:32")
     with forked_runs():
         _, in_processes, _ = recommend("--sizes 8:32", out=tmp_path / "processes", jobs="--jobs 2")
     code, on_executor, errors = recommend("--sizes 8:32", out=tmp_path / "executor", jobs="--executor mine.py:executor")
     assert code == 0, errors
     assert words(here) == words(in_processes) == words(on_executor)
+    monkeypatch.setattr(branching, "run_leg", None)
+    code, again, _ = recommend("--sizes 8:32")
+    assert (code, again) == (0, here)
+    code, _, errors = recommend("--sizes 8:32 --lr 0.02")
+    assert code == 1
+    assert "has branches with another lr, None instead of 0.02: choose another --out" in errors
 
 
 def test_a_trace_is_followed_from_where_it_varies(recommend):
