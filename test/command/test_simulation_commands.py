@@ -124,7 +124,9 @@ def test_fit_prints_the_model_and_its_times(run):
 def test_simulate_writes_a_report_a_table_a_plot_and_the_traces(run):
     often = "--arrive .1 --leave .1"
     run(f"vbs make spot --devices 4 --at-least 1 {often} --samples-per-device 1 --steps 50 --seed 0 --out m.csv")
-    code, out, err = run(f"{SIMULATE} --noise 2000 --market m.csv --samples 1M --price 2 --restart-seconds 3 --out out")
+    code, out, err = run(
+        f"{SIMULATE} --noise 2000 --market m.csv --samples 200K --price 2 --restart-seconds 3 --out out"
+    )
     assert (code, err) == (0, "")
     assert out.splitlines()[0].split() == [
         *("policy", "cores", "time", "device", "time", "cost", "updates", "samples", "progress", "restarts"),
@@ -348,7 +350,7 @@ def test_measurements_before_a_failure_are_kept(run, monkeypatch):
 
 def test_simulation_table_keeps_the_names_of_policies(run):
     policy = "autoscale:max_batch_size=4096,threshold=1.1"
-    run(f"{SIMULATE.replace('256', policy)} --noise 2000 --cores 2 --samples 1M --out out")
+    run(f"{SIMULATE.replace('256', policy)} --noise 2000 --cores 2 --samples 200K --out out")
     with open("out/table.csv", newline="") as file:
         rows = {row["policy"]: row for row in csv.DictReader(file)}
     assert int(rows[policy]["updates"]) == len(
