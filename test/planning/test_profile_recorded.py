@@ -220,7 +220,10 @@ def recorded_policies():
 
 @pytest.mark.parametrize(
     ("name", "minibatch"),
-    [("bert", 12), ("cifar10", 129), ("deepspeech2", 20), ("ncf", 257), ("yolov3", 8)],
+    [
+        *(("bert", 12), ("deepspeech2", 20), ("yolov3", 8)),
+        *(pytest.param(*workload, marks=pytest.mark.long) for workload in (("cifar10", 129), ("ncf", 257))),
+    ],
 )
 def test_autoscale_is_close_to_an_oracle_on_recorded_spot_machines(recorded_policies, name, minibatch):
     workload = recorded_policies.Replay(name, minibatch)
