@@ -49,7 +49,7 @@ def updates(optimizer, gradient_of):
     [{"foreach": False}, {"foreach": True}, {"fused": True}, {"amsgrad": True}, {"amsgrad": True, "foreach": True}],
     ids=str,
 )
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_every_step_of_a_constant_gradient_has_the_size_of_the_learning_rate(kind, form, options, seed):
     first, second, third = (nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(3))
     groups = [{"params": [first, second]}, {"params": [third], "lr": 0.5, "betas": (0.5, 0.9999)}]

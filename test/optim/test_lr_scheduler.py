@@ -164,8 +164,15 @@ def by_samples(name, trace, per, unit="samples", **options):
     return found
 
 
-@pytest.mark.parametrize("per", [2, 8, 15])
-@pytest.mark.parametrize("name", KINDS)
+def by_units():
+    """All kinds with a step in 8 samples, and every second one in 2 or 15; all with each in the long form."""
+    for number, name in enumerate(KINDS):
+        for per in (2, 8, 15):
+            is_long = per == (15 if number % 2 else 2)
+            yield pytest.param(name, per, marks=pytest.mark.long if is_long else ())
+
+
+@pytest.mark.parametrize(("name", "per"), [*by_units()])
 def test_learning_rate_at_the_same_samples_is_bitwise_equal_under_any_trace(name, per):
     end = ENDING[name][1] if name in ENDING else NUM_SAMPLES
     expected = by_steps(KINDS[name], min(end, NUM_SAMPLES // per))
