@@ -96,7 +96,7 @@ def message_of(*args, **options):
     return "no error"
 
 
-@pytest.mark.parametrize("cores", [2, 4])
+@pytest.mark.parametrize("cores", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_wrapped_model_equals_an_unwrapped_one(on_cores, cores):
     expected = {kind: train("never", "module", kind) for kind in (vbs.AdaScaleOptimizer, vbs.LinearRuleOptimizer)}
     for results, (late, again, static, rest) in on_cores(cores, train_all):

@@ -157,6 +157,10 @@ PASSED += [("fully_shard", "nothing"), ("none", "module"), ("none", "nothing")]
 WAYS = [(*way, freeze) for way in PASSED for freeze in ("never", "before", "between", "after")]
 WAYS += [("DDP", "module", "late"), ("DDP", "nothing", "late")]
 WAYS += [("fully_shard", "module", "late"), ("fully_shard", "nothing", "late")]
+# in the long form only: the wrapper was passed, or nothing is hidden that other ways do not hide
+LONG = [("DDP", "wrapper", "before"), ("DDP", "wrapper", "after"), ("DDP", "module", "before")]
+LONG += [("fully_shard", "wrapper", "before"), ("fully_shard", "wrapper", "between")]
+LONG += [("none", "module", "before"), ("none", "module", "after"), ("none", "nothing", "before")]
 HIDDEN = (
     "gc.freeze() hides the modules around the parameters, such as a DistributedDataParallel: pass the wrapped model"
 )
@@ -177,16 +181,17 @@ ERRORS = {
 SEARCHES = {("DDP", "module"): 1, ("DDP", "nothing"): 1, ("fully_shard", "nothing"): 1, ("none", "nothing"): 1}
 
 
-def everything():
+def everything(ways):
     searches = {}
-    outcomes = {way: train(*way, searches=searches if way[2] == "never" else None) for way in WAYS}
+    outcomes = {way: train(*way, searches=searches if way[2] == "never" else None) for way in ways}
     others = [other_optimizer(wrap) for wrap in ("DDP", "fully_shard")]
     return outcomes, searches, teacher_beside_a_student(), others, group_added()
 
 
 @pytest.fixture(scope="module")
-def found(on_new_cores):
-    return on_new_cores(2, everything)
+def found(on_new_cores, request):
+    with_long = "long" in request.config.option.markexpr
+    return on_new_cores(2, everything, [way for way in WAYS if with_long or way not in LONG])
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +199,9 @@ def expected():
     return train("none", "nothing", "never")
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, id="-".join(way), marks=pytest.mark.long if way in LONG else ()) for way in WAYS]
+)
 def test_gc_freeze_gives_correct_weights_or_a_clear_error(found, expected, way):
     for outcomes, *_ in found:
         if way in ERRORS:
