@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from accelerate_runs import RULES, TRACE, Session, by_accelerate, by_own_loop, prepared, stopped_and_resumed
+from accelerate_runs import TRACE, Session, by_accelerate, by_own_loop, prepared, stopped_and_resumed
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
@@ -18,15 +18,23 @@ from variable_batch_size.integrations.accelerate import UpdateCountingOptimizer,
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
 
-@pytest.mark.parametrize("model_first", [False, True], ids=["all at once", "the model first, the loader not at all"])
-@pytest.mark.parametrize("rule", RULES)
-def test_run_equals_that_of_a_hand_written_loop(rule, model_first):
-    found, expected = by_accelerate(rule, model_first=model_first), by_own_loop(rule)
+AT_ONCE, MODEL_FIRST = "all at once", "the model first, the loader not at all"
+
+
+@pytest.mark.parametrize(
+    ("rule", "way"),
+    [
+        *(("adascale", AT_ONCE), ("linear", MODEL_FIRST)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("linear", AT_ONCE), ("adascale", MODEL_FIRST))),
+    ],
+)
+def test_run_equals_that_of_a_hand_written_loop(rule, way):
+    found, expected = by_accelerate(rule, model_first=way == MODEL_FIRST), by_own_loop(rule)
     assert_close(found["weights"], expected["weights"], **TOLERANCE)
     assert found["steps"] == found["scheduler"] == expected["scheduler"] == len(TRACE)
 
 
-@pytest.mark.parametrize("num_steps", [4, 6])
+@pytest.mark.parametrize("num_steps", [pytest.param(4, marks=pytest.mark.long), 6])  # 4 of the linear rule, below
 def test_run_resumes_from_the_accelerators_state(tmp_path, num_steps):
     found, expected = stopped_and_resumed(tmp_path, "adascale", num_steps), by_own_loop("adascale")
     assert_close(found["weights"], expected["weights"], **TOLERANCE)

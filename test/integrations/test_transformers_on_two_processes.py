@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from fresh_process import quick_searches_for_garbage
 from torch.testing import assert_close
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
@@ -16,10 +17,11 @@ def all_runs(folder):
     import accelerate_runs
     import trainer_runs
 
-    return {
-        "accelerate": accelerate_runs.all_runs(folder / "accelerate"),
-        "trainer": trainer_runs.all_runs(folder / "trainer"),
-    }
+    with quick_searches_for_garbage():
+        return {
+            "accelerate": accelerate_runs.all_runs(folder / "accelerate"),
+            "trainer": trainer_runs.all_runs(folder / "trainer"),
+        }
 
 
 @pytest.fixture(scope="module")

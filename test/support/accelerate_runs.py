@@ -117,12 +117,10 @@ def sharded(rule, state_dict_type="FULL_STATE_DICT"):
 
 
 def in_shards(folder):
-    """Complete runs in FSDP2, with either format of its checkpoints resumed ones, and the message for a wrong order."""
+    """A complete run in FSDP2, resumed ones with both formats of its checkpoints, and the message for a wrong order."""
     try:
-        found = []
-        for rule in RULES:
-            accelerator, session = sharded(rule)
-            found.append((rule, session.train(accelerator.backward).found()))
+        accelerator, session = sharded("linear")
+        found = [("linear", session.train(accelerator.backward).found())]
         for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
             accelerator, session = sharded("adascale", kind)
             session.train(accelerator.backward, stop_at=4)
@@ -145,7 +143,7 @@ def message_of(run):
 
 def all_runs(folder):
     """The results of one of several processes."""
-    runs = [(rule, by_accelerate(rule, model_first=model_first)) for rule in RULES for model_first in (False, True)]
+    runs = [("linear", by_accelerate("linear")), ("adascale", by_accelerate("adascale", model_first=True))]
     runs.append(("adascale", stopped_and_resumed(folder, "adascale", 4)))
     runs_in_shards, message = in_shards(folder)
     return [*runs, *runs_in_shards], message

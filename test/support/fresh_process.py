@@ -5,13 +5,17 @@ them held, and wait for it forever.
 """
 
 import atexit
+import gc
 import multiprocessing
 import pickle
 import subprocess
 import sys
 import traceback
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
+from unittest.mock import patch
 
 
 class FreshProcess:
@@ -43,6 +47,13 @@ class FreshProcess:
         self._process.kill()
         self._process.wait()
         self._pipe.close()
+
+
+@contextmanager
+def quick_searches_for_garbage():
+    """Let frameworks collect what is new: they search at each run, and all that they have imported takes a while."""
+    with patch.object(gc, "collect", partial(gc.collect, 1)):
+        yield
 
 
 def _serve(module, pipe):
