@@ -32,7 +32,7 @@ def schedules(draw):
 # ------------------------------------------------------------------------------------------ what the schedule adds up
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(schedules(), st.data())
 def test_counts_over_a_range_equal_the_sum_over_steps(planned, data):
     schedule, num_epochs = planned
@@ -58,7 +58,7 @@ def test_counts_beyond_the_end_raise():
 # ----------------------------------------------------------------------------------------------- the plan of a schedule
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(schedules(), st.integers(1, 100), st.integers(1, 10))
 def test_plan_equals_a_count_over_single_steps(planned, ref_batchsize, every):
     schedule, num_epochs = planned

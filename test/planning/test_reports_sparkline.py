@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from variable_batch_size.planning.reports import sparkline
@@ -7,6 +7,7 @@ from variable_batch_size.planning.reports import sparkline
 VALUES = st.lists(st.integers(1, 10**9), min_size=1, max_size=60).map(np.array)
 
 
+@settings(max_examples=40)
 @given(VALUES, st.integers(1, 100), st.booleans())
 def test_length_of_a_sparkline(values, width, is_ascii):
     line = sparkline(values, width=width, is_ascii=is_ascii)
@@ -14,6 +15,7 @@ def test_length_of_a_sparkline(values, width, is_ascii):
     assert line.isascii() == is_ascii
 
 
+@settings(max_examples=40)
 @given(VALUES, st.integers(1, 60))
 def test_equal_weights_change_nothing(values, width):
     assert sparkline(values, width=width, weights=np.full(len(values), 7)) == sparkline(values, width=width)

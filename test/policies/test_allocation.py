@@ -47,7 +47,7 @@ pools = st.lists(st.integers(1, 8), min_size=1, max_size=4)
 powers = st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(jobs=job_lists(), nodes=pools, power=powers, name=st.sampled_from(["greedy", *ALLOCATIONS]))
 def test_never_more_cores_than_there_are_never_below_a_minimum_and_always_placeable(jobs, nodes, power, name):
     if name == "greedy":
@@ -89,7 +89,7 @@ def test_a_program_without_a_solution_in_time_is_allocated_step_by_step(monkeypa
     assert len(found.cores) == 8 and sum(found.cores.values()) <= 24 and 0 <= found.gap < 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(jobs=job_lists(most=8), data=st.data(), power=powers)
 def test_a_larger_pool_is_worth_as_much_or_more(jobs, data, power):
     """In pools with at most one core for each job, where an equal share is the same."""
@@ -99,7 +99,7 @@ def test_a_larger_pool_is_worth_as_much_or_more(jobs, data, power):
     assert worth[1] >= worth[0] - 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(jobs=job_lists(most=3), nodes=st.lists(st.integers(1, 4), min_size=1, max_size=2), power=powers)
 def test_the_integer_program_finds_what_a_search_finds_and_the_greedy_gap_is_true(jobs, nodes, power):
     share = max(1.0, sum(nodes) / len(jobs))

@@ -19,7 +19,7 @@ def test_gain_is_that_of_the_noise():
     assert gain(64, ref_batchsize=16, noise_scale=math.inf) == 4.0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     cores=st.integers(1, 20),
     minibatch_size=st.integers(1, 64),

@@ -56,7 +56,7 @@ def cases(draw):
     return policy, found
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(cases())
 def test_bounds_are_never_broken(case):
     policy, found = case
@@ -80,7 +80,7 @@ def test_bounds_are_never_broken(case):
             assert size <= largest or size == allowed.start * m
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_a_change_is_made_for_the_threshold_only(case):
     policy, found = case

@@ -140,7 +140,7 @@ def test_the_estimates_are_unbiased(kind, is_even):
     true = Noise(variance=200 * deviation**2, square_norm=200 * size**2)
     rng = np.random.default_rng(0)
     estimates = []
-    for n in rng.integers(2, 65, 12_000):
+    for n in rng.integers(2, 65, 4000):
         sizes = np.full(n, 8) if is_even else rng.integers(1, 33, n)
         weights = sizes / sizes.sum()
         squares, square = draw_norms(rng, sizes, weights, true_gradient=true_gradient, deviation=deviation)

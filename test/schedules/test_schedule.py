@@ -77,7 +77,7 @@ def assert_offsets(schedule, epoch, rank, at_once, sizes, first_step=0):
 # -------------------------------------------------------------------------------------------------------------- epochs
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(kwargs=settings_of_schedules(), data=st.data())
 def test_epochs_follow_the_definition_in_any_order_of_access(kwargs, data):
     schedule = Schedule(**kwargs)
@@ -89,7 +89,7 @@ def test_epochs_follow_the_definition_in_any_order_of_access(kwargs, data):
         assert [schedule.batch_size(step) for step in steps] == epochs[epoch]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(kwargs=settings_of_schedules())
 def test_samples_are_counted_through_the_whole_run(kwargs):
     schedule = Schedule(**kwargs)
@@ -97,7 +97,7 @@ def test_samples_are_counted_through_the_whole_run(kwargs):
     assert [schedule.samples_before(step) for step in range(len(sizes) + 1)] == np.cumsum([0, *sizes]).tolist()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(kwargs=settings_of_schedules(on_end=("stop",)))
 def test_number_of_epochs_of_a_trace_that_stops(kwargs):
     schedule = Schedule(**kwargs)
@@ -109,7 +109,7 @@ def test_number_of_epochs_of_a_trace_that_stops(kwargs):
             schedule.steps(epoch)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(kwargs=settings_of_schedules(on_end=("hold", "cycle")), far=st.integers(10**11, 10**12))
 def test_distant_epochs_are_contiguous(kwargs, far):
     schedule = Schedule(**kwargs)
@@ -195,7 +195,7 @@ def test_a_trace_is_described_by_its_sizes():
 # --------------------------------------------------------------------------------------------------------------- cores
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(kwargs=settings_of_schedules(), at_once=st.integers(1, 30), data=st.data())
 def test_minibatches_of_every_core_follow_the_definition(kwargs, at_once, data):
     schedule = Schedule(**kwargs)
@@ -218,7 +218,7 @@ def test_minibatches_of_a_long_epoch_follow_the_definition(on_end, first_step):
         assert_offsets(schedule, 0, rank, 1000, epochs[0], first_step)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(kwargs=settings_of_schedules(), step=st.integers(0, 11))
 def test_minibatches_of_a_step_are_partitioned_over_cores(kwargs, step):
     schedule = Schedule(**kwargs)
@@ -229,7 +229,7 @@ def test_minibatches_of_a_step_are_partitioned_over_cores(kwargs, step):
     assert [schedule.is_idle(step, rank) for rank in range(schedule.num_replicas)] == [not share for share in shares]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(kwargs=settings_of_schedules(), data=st.data())
 def test_counts_equal_the_sums_over_single_steps(kwargs, data):
     schedule = Schedule(**kwargs)

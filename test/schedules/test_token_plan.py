@@ -23,7 +23,7 @@ def all_samples(plan, key=(0, 0)):
 
 
 @given(LENGTHS, st.integers(1, 8), st.integers(2, 9), st.booleans(), st.integers(0, 100), KEYS)
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_every_sample_is_in_one_minibatch_of_few_shapes_within_the_budget(lengths, multiple, shapes, packed, room, key):
     tokens = (max(lengths) + room + multiple) // multiple * multiple
     plan = TokenPlan(lengths, tokens=tokens, multiple_of=multiple, max_shapes=shapes, packed=packed)
@@ -43,7 +43,7 @@ def test_every_sample_is_in_one_minibatch_of_few_shapes_within_the_budget(length
 
 
 @given(LENGTHS, st.booleans(), KEYS, st.data())
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_a_minibatch_does_not_depend_on_which_others_are_computed(lengths, packed, key, data):
     plan = TokenPlan(lengths, tokens=60, packed=packed)
     numbers = data.draw(st.lists(st.integers(0, plan.num_minibatches - 1), min_size=1))
@@ -52,7 +52,7 @@ def test_a_minibatch_does_not_depend_on_which_others_are_computed(lengths, packe
 
 
 @given(LENGTHS, st.integers(1, 30), st.booleans())
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_dropped_samples_are_in_no_minibatch_and_truncated_ones_count_as_the_budget(lengths, tokens, packed):
     short = [sample for sample, length in enumerate(lengths) if length <= tokens]
     truncated = TokenPlan(lengths, tokens=tokens, packed=packed, too_long="truncate")
@@ -66,7 +66,7 @@ def test_dropped_samples_are_in_no_minibatch_and_truncated_ones_count_as_the_bud
 
 
 @given(st.lists(st.integers(0, 4), min_size=10, max_size=10), st.integers(1, 3), st.sampled_from([None, 16, 24]))
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_buckets_are_those_with_the_fewest_padded_and_unused_tokens(counts, multiple, tokens):
     counts = np.array([0, *counts, 1, *[0] * multiple])
     found = token_plan._best_edges(counts, 4, multiple_of=multiple, tokens=tokens)

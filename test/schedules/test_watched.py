@@ -1,7 +1,7 @@
 """Replaced rows give the epochs that the executed rows give as a trace."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from variable_batch_size import Schedule
@@ -11,6 +11,7 @@ from variable_batch_size.traces import Trace, WatchedTrace
 SIZES = st.lists(st.integers(1, 5).map(lambda number: 8 * number), min_size=30, max_size=60)
 
 
+@settings(max_examples=40)
 @given(first=SIZES, edits=st.dictionaries(st.integers(1, 40), SIZES, max_size=6), every=st.integers(1, 5))
 def test_minibatches_are_those_of_the_executed_rows(tmp_path_factory, first, edits, every):
     path = tmp_path_factory.mktemp("watched") / "trace.csv"

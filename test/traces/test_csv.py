@@ -37,7 +37,7 @@ def rejects(path, line, message):
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 10**6), BLANKS, BLANKS, BLANKS, st.lists(NOISE, max_size=2)), min_size=1),
     above=st.lists(NOISE, max_size=3),
@@ -53,7 +53,7 @@ def test_spaces_comments_and_line_endings_do_not_matter(save, rows, above, end, 
     assert list(Trace.read(save(text))) == [size for size, *_ in rows]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=10),
     where=st.integers(0, 9),
@@ -109,7 +109,7 @@ def test_damaged_file_is_read_or_rejected_with_the_line(save):
         assert_is_read_or_rejected_with_the_line(save(text))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(text=st.one_of(st.text(), st.text(alphabet="0123456789,#\r\n \"'-+.\x00e").map("step,batchsize\n".__add__)))
 def test_any_text_is_read_or_rejected_with_the_line(save, text):
     assert_is_read_or_rejected_with_the_line(save(text))
@@ -336,7 +336,7 @@ def test_invalid_row_after_many_valid_ones_is_rejected_with_its_line(save):
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(sizes=BATCH_SIZES, comment=st.one_of(st.none(), st.text()))
 def test_what_is_written_is_read_back(tmp_path_factory, sizes, comment):
     path = tmp_path_factory.getbasetemp() / "written.csv"
