@@ -4,10 +4,12 @@ import pytest
 import sharded_models
 import torch
 import torch.distributed as dist
-from sharded_models import Transformer
+from sharded_models import Transformer, in_one_block
 from torch.distributed.device_mesh import init_device_mesh
 
 import variable_batch_size as vbs
+
+SPLIT = ["root", "adascale"]  # runs with tensor parallelism: with clipping, and with measured noise
 
 
 def error_of(function, *args, **options):
@@ -36,7 +38,6 @@ def in_pairs():
     buffer.running_mean.fill_(dist.get_rank())
     vbs.share_buffers(buffer, process_group=own)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    names = ["root", "adascale", "adam"]
     return {
         "separate": separate,
         "sum": metrics.read(),
@@ -47,7 +48,7 @@ def in_pairs():
             error_of(sampler_of, process_group=mesh),
             error_of(sampler_of, process_group="data"),
         ],
-        "split": sharded_models.all_of([("split", Transformer, name) for name in names]),
+        "split": sharded_models.all_of([("split", in_one_block, name) for name in SPLIT]),
         "decided": [decided(way) for way in (sharded_models.split, sharded_models.sharded_and_split)],
         "written": written_by(),
         "joined": joined_later(),
@@ -57,7 +58,7 @@ def in_pairs():
 def decided(spread):
     """Seeded differently on each process, with a policy and dropout: processes that share samples must agree."""
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
-    model, options = spread(Transformer())
+    model, options = spread(in_one_block())
     sampler = vbs.CustomSampler(dataset_size=48, trace=sharded_models.erratic(), minibatch_size=4, **options)
     inner = sharded_models.sgd(model.parameters())
     optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=8, model=model, seed_minibatches=True)
@@ -76,7 +77,7 @@ def decided(spread):
 
 def joined_later():
     """A layer initialized independently on each process, added to a model that is sharded over pairs of processes."""
-    model, options = sharded_models.split(sharded_models.model_of(Transformer))
+    model, options = sharded_models.split(sharded_models.model_of(in_one_block))
     sampler = sampler_of(**options)
     optimizer = vbs.LinearRuleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=8, model=model)
     late = torch.nn.Parameter(torch.full((2,), float(dist.get_rank())))
@@ -86,7 +87,7 @@ def joined_later():
 
 def written_by():
     """A checkpoint and a log of a run whose cores are pairs of processes: each is written once."""
-    model, options = sharded_models.split(sharded_models.model_of(Transformer))
+    model, options = sharded_models.split(sharded_models.model_of(in_one_block))
     sampler = vbs.CustomSampler(dataset_size=48, trace=[8] * 4, minibatch_size=4, **options)
     optimizer = vbs.LinearRuleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=8, model=model)
     records = []
@@ -140,11 +141,11 @@ def test_a_group_needs_torch_distributed():
         sampler_of(process_group="data")
 
 
-@pytest.mark.parametrize("name", ["root", "adascale", "adam"])
+@pytest.mark.parametrize("name", SPLIT)
 def test_tensor_parallel_pairs_train_as_one_plain_process(results, name):
-    expected = sharded_models.train(sharded_models.plain, Transformer, name)
+    expected = sharded_models.train(sharded_models.plain, in_one_block, name)
     for result in results:
-        assert_same(result["split"]["split", "Transformer", name], expected)
+        assert_same(result["split"]["split", "in_one_block", name], expected)
 
 
 def test_one_process_of_all_writes_the_log(results):

@@ -6,7 +6,7 @@ import time
 import pytest
 import sharded_models
 import torch
-from sharded_models import Normed, Transformer, go, largest_difference
+from sharded_models import Normed, Transformer, go, in_one_block, largest_difference
 from standing_cores import StandingCores
 
 import variable_batch_size as vbs
@@ -20,7 +20,7 @@ def save_all(root):
     names = [
         go(root / "sharded", "sharded", Transformer, "adam", until=STOP_AFTER, format="sharded"),
         go(root / "later", "sharded", Normed, "adascale", until=STOP_AFTER, format="sharded", asynchronous=True),
-        go(root / "both", "sharded_and_split", Transformer, "adascale", until=STOP_AFTER, format="sharded"),
+        go(root / "both", "sharded_and_split", in_one_block, "adascale", until=STOP_AFTER, format="sharded"),
         go(root / "whole", "sharded", Transformer, "adam", until=STOP_AFTER),
     ]
     return len(names)
@@ -29,7 +29,7 @@ def save_all(root):
 SAVED = {
     "sharded": (Transformer, "adam"),
     "later": (Normed, "adascale"),
-    "both": (Transformer, "adascale"),
+    "both": (in_one_block, "adascale"),
     "whole": (Transformer, "adam"),
 }
 # name of the checkpoint to resume from, number of processes, sharding, and format of later checkpoints

@@ -65,7 +65,7 @@ def with_another_optimizer_before(spread):
 def along_random_traces(spread):
     found = []
     draw = random.Random(3)
-    for _ in range(3):
+    for _ in range(2):
         trace = [4 * draw.randint(1, 9) for _ in range(3)]
         model, sampler = parts(spread, trace=trace)
         inner = sharded_models.sgd(model.parameters())
@@ -146,7 +146,7 @@ def decided(spread):
     model, sampler = parts(spread, trace=sharded_models.erratic())
     optimizer = optimizer_of(model, sampler)
     sizes = []
-    run(model, sampler, optimizer, lambda: sizes.append(optimizer.batch_size), num_epochs=4)
+    run(model, sampler, optimizer, lambda: sizes.append(optimizer.batch_size), num_epochs=2)
     return sharded_models.state_of(model), [*sizes, optimizer.gain()]
 
 
