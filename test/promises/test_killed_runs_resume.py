@@ -14,6 +14,7 @@ import pytest
 import stoppable_run
 from session_process import Place, SessionProcess
 from stoppable_run import NUM_STEPS, Settings
+from torch.distributed import run as torchrun_program
 
 import variable_batch_size as vbs
 from variable_batch_size.runs import state_file
@@ -88,7 +89,8 @@ def with_workers(number, **more):
     ("launcher", "cores", "settings"),
     [
         ("forked", 1, with_workers(0)),
-        ("alone", 1, with_workers(1)),
+        ("forked", 1, with_workers(1)),
+        pytest.param("alone", 1, with_workers(1), marks=pytest.mark.long),  # as is Ctrl-C below
         ("forked", 1, with_workers(3, keeps_workers=True)),
         ("forked", 1, with_workers(1, start_method="spawn")),
         ("launch", 2, with_workers(0)),
@@ -233,10 +235,19 @@ def script_in_a_fork(path, directory, output):
     return forked.Leader(forked.run_script_here, path, directory, environment={}, output=output)
 
 
+UNDER_TORCHRUN = ["--standalone", "--nproc-per-node=1"]
+
+
+def script_under_a_forked_torchrun(path, directory, output):
+    """Under a torchrun of its own, which is what forwards the signal, to an interpreter of its own."""
+    arguments = [*UNDER_TORCHRUN, str(path), str(directory)]
+    return forked.Leader(torchrun_program.main, arguments, environment={}, output=output)
+
+
 def script_under_torchrun(path, directory, output):
-    """Under a torchrun of its own, which is what forwards the signal."""
+    """The same where torchrun has an interpreter of its own, too."""
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", path, directory],
+        [sys.executable, "-m", "torch.distributed.run", *UNDER_TORCHRUN, path, directory],
         stdout=output,
         stderr=output,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # also if tests run in the background
@@ -244,7 +255,14 @@ def script_under_torchrun(path, directory, output):
     )
 
 
-@pytest.mark.parametrize("start", [script_in_a_fork, script_under_torchrun])
+@pytest.mark.parametrize(
+    "start",
+    [
+        script_in_a_fork,
+        script_under_a_forked_torchrun,
+        pytest.param(script_under_torchrun, marks=pytest.mark.long),
+    ],
+)
 def test_second_ctrl_c_ends_at_once(tmp_path, start):
     """In a step that takes ten minutes, in which the first one cannot be acknowledged."""
     (tmp_path / "script.py").write_text(ENDLESS_STEP)
