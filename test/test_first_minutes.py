@@ -32,23 +32,10 @@ def quick_compilation(monkeypatch):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-def test_make_demo_installs_nothing_and_starts_as_many_cores_as_it_is_told():
-    done = make("demo", f"VENV={sys.prefix}", "CORES=1")  # each imports torch
+def test_make_demo_installs_nothing_and_shows_the_results_of_four_cores():
+    done = make("demo", f"VENV={sys.prefix}")
     assert done.returncode == 0, done.stderr
     assert "pip" not in done.stdout
-    assert ("on 1 virtual XLA core;" in done.stdout) == HAS_XLA
-    assert ("on 1 gloo process " in done.stdout) != HAS_XLA
-    assert table_of(done.stdout)["steps"] == "180"
-
-
-def test_make_demo_leaves_the_number_of_cores_to_the_demo():
-    assert re.search(r"^\S+/python examples/demo\.py *$", make("--dry-run", "demo").stdout, re.MULTILINE)
-
-
-@pytest.mark.usefixtures("quick_compilation")
-def test_demo_shows_the_results_of_four_cores():
-    done = forked.run_script(ROOT / "examples" / "demo.py", folder=ROOT)
-    assert done.returncode == 0, done.stderr
     assert ("on 4 virtual XLA cores;" in done.stdout) == HAS_XLA
     assert ("on 4 gloo processes" in done.stdout) != HAS_XLA
     table = table_of(done.stdout)
@@ -59,6 +46,28 @@ def test_demo_shows_the_results_of_four_cores():
     assert table["idle share"] == f"{(20 * 2 + 20 * 3 + 20 * 1) / (4 * 180):.1%} of cores × steps"
     assert float(table["test accuracy"].rstrip("%")) > 90  # 98.3 to 99.2 % with ten seeds
     assert ("XLA graphs compiled" in table) == HAS_XLA
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("quick_compilation")
+def test_make_demo_starts_as_many_cores_as_it_is_told():
+    done = make("demo", f"VENV={sys.prefix}", "CORES=1")
+    assert done.returncode == 0, done.stderr
+    assert ("on 1 virtual XLA core;" in done.stdout) == HAS_XLA
+    assert ("on 1 gloo process " in done.stdout) != HAS_XLA
+    assert table_of(done.stdout)["steps"] == "180"
+
+
+@pytest.mark.parametrize("cores", ["", "1"])  # without, the demo decides
+def test_make_demo_passes_the_number_of_cores_to_the_demo(cores):
+    said = make("--dry-run", "demo", f"CORES={cores}").stdout
+    assert said.splitlines()[-1].split()[1:] == ["examples/demo.py", *cores.split()]
+
+
+def test_the_demo_launches_as_many_cores_as_it_is_told():
+    done = forked.run_script(ROOT / "examples" / "demo.py", "0", folder=ROOT)  # which starts none
+    assert done.returncode == 1
+    assert "ValueError: `cores` must be a positive integer, got 0" in done.stderr
 
 
 def test_environment_without_packages_is_not_modified_and_they_are_named(tmp_path):
