@@ -5,16 +5,18 @@ import os
 import re
 import shlex
 import signal
+import sys
 import time
+import warnings
 
 import comparisons
+import forked
 import pytest
 from comparisons import (
     fork_vbs_compare,
     records,
     rows,
     rows_by_run,
-    start_vbs_compare,
     vbs_compare,
     wait_for_runs,
 )
@@ -96,12 +98,19 @@ def test_background_process_ignores_ctrl_c_of_the_foreground(tmp_path):
     assert len(rows(tmp_path)) == 3
 
 
+def lead_session(arguments):
+    """The command in a session of its own, with runs in spawned processes, as for a user."""
+    os.setsid()
+    warnings.simplefilter("error")
+    sys.exit(main(arguments))
+
+
 def test_sigterm_leaves_no_process_running(tmp_path):
     options = ["--workload", "comparisons:line", "--seeds", 20, "--rules", "linear", "--jobs", 1, "--out", tmp_path]
-    running = start_vbs_compare(*options, start_new_session=True)
+    running = forked.Program(lead_session, ["compare", *map(str, options)], folder=comparisons.HERE)
     wait_for_runs(1, running, tmp_path)
-    running.terminate()
-    assert running.wait() == 130
+    running.send_signal(signal.SIGTERM)
+    assert running.finish().returncode == 130
     with pytest.raises(ProcessLookupError):
         for _ in range(12_000):  # a helper process of multiprocessing exits a moment later
             os.killpg(running.pid, 0)

@@ -213,9 +213,7 @@ def test_run_that_kills_its_worker_fails_and_the_others_complete(tmp_path, monke
         "import multiprocessing\n"
         "from concurrent.futures import ProcessPoolExecutor\n"
         "def executor():\n"
-        "    context = multiprocessing.get_context('forkserver')\n"
-        "    context.set_forkserver_preload(['comparisons'])\n"
-        "    return ProcessPoolExecutor(2, mp_context=context)\n"
+        "    return ProcessPoolExecutor(2, mp_context=multiprocessing.get_context('fork'))\n"
     )
     options = ["--workload", "comparisons:deadly", "--rules", "linear", "--seeds", "2", "--samples", "64"]
     assert main(["compare", *options, "--executor", f"{tmp_path}/pool.py:executor", "--out", str(tmp_path / "out")])

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -43,7 +42,7 @@ def vbs_compare(*options, check=True):
     """Run ``vbs compare`` with these options in this folder and in this process, which has imported its dependencies.
 
     Its runs are made in a process that is forked for the same reason: one after another unless the options set a
-    number of jobs. `start_vbs_compare` spawns them, as for a user.
+    number of jobs. The test of SIGTERM spawns them, as for a user.
     """
     arguments = ["compare", *map(str, options), *([] if "--jobs" in options else ["--jobs", "1"])]
     out, error = io.StringIO(), io.StringIO()
@@ -89,12 +88,6 @@ def sigterm_as_it_is():
         signal.signal(signal.SIGTERM, before)
 
 
-def start_vbs_compare(*options, **popen_options):
-    """Start ``vbs compare`` like a shell."""
-    with on_sigint(signal.default_int_handler):
-        return subprocess.Popen(command(*options), cwd=HERE, env=environment(), **popen_options)
-
-
 def fork_vbs_compare(*options, folder=HERE, is_in_background=False):
     """Start ``vbs compare`` in a forked process: in the foreground, or in the background, where SIGINT is ignored."""
     return forked.Program(
@@ -118,10 +111,6 @@ def on_sigint(handler):
         signal.signal(signal.SIGINT, before)
 
 
-def command(*options):
-    return [sys.executable, "-W", "error", "-m", "variable_batch_size", "compare", *map(str, options)]
-
-
 def environment():
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -129,9 +118,7 @@ def environment():
 def wait_for_runs(number, running, directory):
     """Wait until a running comparison has completed a number of runs."""
     while len(list(directory.glob("runs/*/*/*/run.json"))) < number:
-        assert running.poll() is None, (
-            running.finish() if isinstance(running, forked.Program) else running.communicate()
-        )
+        assert running.poll() is None, running.finish()
         time.sleep(0.05)
 
 
