@@ -113,6 +113,7 @@ def _received(pipe):
 def prepare():
     """In their parent: import what an optimizer's first step imports, which takes a second."""
     import_module("torch._dynamo")
+    gc.freeze()  # the search for garbage after each job would take longer than most jobs
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for them
 

@@ -3,10 +3,17 @@
 A launch by itself imports torch_xla each time, which takes 10 s.
 """
 
+import gc
 import os
 from importlib import import_module
 
 from fresh_process import FreshProcess
+
+AS_FOR_USERS = "--xla_backend_optimization_level=3"
+# the generator of fused code, and splitting the little code over threads, take most of the time of a compilation
+QUICKLY = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 
 
 class XlaLauncher:
@@ -26,8 +33,7 @@ class XlaLauncher:
     def _ask(self, function, args, *, is_optimized=False):
         if self._process is None:
             self._process = FreshProcess("xla_launcher")
-        flags = {"XLA_FLAGS": f"--xla_backend_optimization_level={3 if is_optimized else 0}"}
-        return self._process.ask(function, args, flags)
+        return self._process.ask(function, args, {"XLA_FLAGS": AS_FOR_USERS if is_optimized else QUICKLY})
 
     def close(self):
         """End the process that launches."""
@@ -43,6 +49,7 @@ def prepare():
     for name in ("torch._dynamo", "torch_xla.distributed.xla_multiprocessing", "torch_xla.runtime"):
         import_module(name)
     launch._START_METHOD = "fork"
+    gc.freeze()  # the launched processes would search all this for garbage
 
 
 def answer(function, args, flags):
