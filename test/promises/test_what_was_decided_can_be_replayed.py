@@ -7,6 +7,7 @@ import torch
 import variable_batch_size as vbs
 
 POLICIES = list(policy_runs.POLICIES)
+ON_THREE_CORES = ["autoscale", "per core", "norm test"]  # of which the number of cores is a part; others in a long test
 MEASURING = ["autoscale", "norm test", "on plateau"]  # they decide by noise, by norms and by the loss
 
 
@@ -15,12 +16,25 @@ def stopped(tmp_path_factory):
     return tmp_path_factory.mktemp("stopped")
 
 
+def each_policy(cores, names):
+    """These policies on each number of cores."""
+    return pytest.mark.parametrize(
+        ("name", "cores"),
+        [
+            pytest.param(name, number, marks=pytest.mark.long if number == 3 and name not in ON_THREE_CORES else ())
+            for name in names
+            for number in cores
+        ],
+    )
+
+
 @pytest.fixture(scope="module")
-def found_on(on_cores, stopped):
-    """Every policy on 1, 2 and 3 cores; and a run that is stopped on 2 cores, resumed on 3 and completed on 1."""
+def found_on(on_cores, stopped, request):
+    """Policies on 1, 2 and 3 cores; and a run that is stopped on 2 cores, resumed on 3 and completed on 1."""
     found = {}
     for cores, stop_after in ((2, 13), (3, 31)):
-        found[cores] = on_cores(cores, policy_runs.run_all, "gloo", POLICIES, stopped, stop_after)
+        names = POLICIES if cores == 2 or "long" in request.config.option.markexpr else ON_THREE_CORES
+        found[cores] = on_cores(cores, policy_runs.run_all, "gloo", names, stopped, stop_after)
     found[1] = [policy_runs.run_all("gloo", POLICIES)]
     return found
 
@@ -29,8 +43,7 @@ def largest_difference(some, others):
     return max((some[name] - others[name]).abs().max().item() for name in some)
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3])
-@pytest.mark.parametrize("name", POLICIES)
+@each_policy([1, 2, 3], POLICIES)
 def test_all_cores_make_the_same_decisions_and_replay_bit_for_bit(found_on, cores, name):
     results = [result[name] for result in found_on[cores]]
     for result in results:
@@ -40,8 +53,7 @@ def test_all_cores_make_the_same_decisions_and_replay_bit_for_bit(found_on, core
     assert name == "per core" or len(set(results[0]["rows"])) > 1
 
 
-@pytest.mark.parametrize("cores", [2, 3])
-@pytest.mark.parametrize("name", ["autoscale", "norm test", "function"])
+@each_policy([2, 3], ["autoscale", "norm test", "function"])
 def test_decisions_replay_to_the_same_weights_on_one_core(found_on, cores, name):
     result = found_on[cores][0][name]
     assert largest_difference(policy_runs.train(result["rows"])[0], result["weights"]) < 1e-9
@@ -56,12 +68,12 @@ def test_decisions_replay_bit_for_bit_on_one_core_in_exact_mode(found_on, cores)
 
 
 def test_run_resumes_on_other_cores_and_its_executed_trace_gives_the_same_weights(found_on, stopped):
-    weights, rows = policy_runs.train(policy_runs.POLICIES["autoscale"](), directory=stopped)
+    weights, rows = policy_runs.train(policy_runs.POLICIES["autoscale"](), directory=stopped, **policy_runs.STOPPED)
     trace = vbs.Trace.read(stopped / "executed.csv")
     assert list(trace) == rows
     assert rows[0] % (2 * policy_runs.MINIBATCH) == 0
     assert rows[13 + 10] % (3 * policy_runs.MINIBATCH) == 0  # all three have the same depth
-    assert largest_difference(policy_runs.train(stopped / "executed.csv")[0], weights) < 1e-9
+    assert largest_difference(policy_runs.train(stopped / "executed.csv", **policy_runs.STOPPED)[0], weights) < 1e-9
 
 
 @pytest.mark.xla

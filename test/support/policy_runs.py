@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 
-MINIBATCH, REF_BATCHSIZE, NUM_SAMPLES, NUM_EPOCHS = 8, 16, 400, 3
+MINIBATCH, REF_BATCHSIZE, NUM_SAMPLES, NUM_EPOCHS = 8, 16, 400, 2
+STOPPED = {"num_epochs": 3}  # for decisions after each of two stops
 
 POLICIES = {
     "autoscale": lambda: vbs.Autoscale(max_batch_size=160, every=6, lead=4),
@@ -48,7 +49,7 @@ def _slow_down_updates(model, optimizer):
     optimizer._driver.clock = lambda: seconds[0]
 
 
-def train(trace, *, backend="gloo", directory=None, workers=0, stop_after=None, exact=False):
+def train(trace, *, backend="gloo", directory=None, workers=0, stop_after=None, num_epochs=NUM_EPOCHS, exact=False):
     """Train to the end, stop, or resume; returns the weights and the batch sizes of all steps."""
     device = scenarios.device_of(backend)
     model, data = network().to(device), dataset()
@@ -60,7 +61,7 @@ def train(trace, *, backend="gloo", directory=None, workers=0, stop_after=None, 
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1 if stop_after else None)
     loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
     with vbs.Log(optimizer, every=2, to=[]) as log:
-        for _ in checkpoint.epochs(NUM_EPOCHS):
+        for _ in checkpoint.epochs(num_epochs):
             for x, y in loader:
                 loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
                 loss.backward()
@@ -84,7 +85,7 @@ def run_all(backend, names, stopped=None, stop_after=None):
     if backend == "gloo":
         results["exact"] = train(POLICIES["norm test"](), exact=True)
     if stopped is not None:
-        train(POLICIES["autoscale"](), directory=stopped, stop_after=stop_after)
+        train(POLICIES["autoscale"](), directory=stopped, stop_after=stop_after, **STOPPED)
     return results
 
 
