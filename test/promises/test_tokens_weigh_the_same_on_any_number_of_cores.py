@@ -10,6 +10,7 @@ import variable_batch_size as vbs
 CORES = [
     ("alone", 1),
     *(("gloo", cores) for cores in (2, 4)),
+    pytest.param("gloo", 3, marks=pytest.mark.long),
     *(pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 2)),
     pytest.param("xla", 4, marks=[pytest.mark.xla, pytest.mark.long]),
 ]

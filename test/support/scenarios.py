@@ -16,11 +16,13 @@ NUM_EPOCHS = 5
 
 
 def names_on(backend: str, cores: int) -> list[str]:
-    """The runs for some cores: on several XLA cores, which are slow, only the most informative ones, or in a long test.
+    """The runs for some cores: all of them on one and two, on others only the most informative, or all in a long test.
 
-    On several of them AdaScale is the first run, before any graph is compiled.
+    On several XLA cores, which are slow, AdaScale is the first run, before any graph is compiled.
     """
-    first = ["adascale", "sgd", "adamscale", "clipped"]
+    first = ["adascale", "adamscale", "clipped"]
+    if backend == "gloo":
+        return {1: first[:1], 4: ["adascale", "adamscale", "adam rule"]}.get(cores, list(RUNS))
     if backend != "xla" or cores == 1:
         return list(RUNS)
     return {2: first, 4: [*first, *(name for name in RUNS if name not in first)], 8: first[:1]}[cores]
