@@ -7,7 +7,18 @@ from comparisons import rows_by_run, vbs_compare
 from variable_batch_size.command.main import main
 from variable_batch_size.comparison.experiment import Results, Run
 
-TROUBLED = ["--workload", "comparisons:troubled", "--seeds", 2, "--rules", "linear,constant"]
+TROUBLED = [
+    "--workload",
+    "comparisons:troubled",
+    "--samples",
+    2560,
+    "--lr",
+    0.45,
+    "--seeds",
+    2,
+    "--rules",
+    "linear,constant",
+]
 
 
 @pytest.fixture(scope="module")

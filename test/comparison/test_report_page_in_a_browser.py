@@ -19,7 +19,16 @@ ROWS = 6  # batch size, learning rate, loss, metric, gain, noise scale
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     directory = tmp_path_factory.mktemp("page")
-    options = ["--workload", "comparisons:troubled", "--rules", "linear,adascale,constant"]
+    options = [
+        "--workload",
+        "comparisons:troubled",
+        "--samples",
+        2560,
+        "--lr",
+        0.45,
+        "--rules",
+        "linear,adascale,constant",
+    ]
     vbs_compare(*options, "--seeds", 3, "--out", directory, check=False)  # some runs fail, as they should
     return directory
 
