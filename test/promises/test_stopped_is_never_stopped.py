@@ -28,7 +28,8 @@ def stop_points(number, rng):
     return [(step, rng.randrange(sizes[step] // MINIBATCH)) for step in steps]
 
 
-QUICK = list(zip(stop_points(25, random.Random(0)), WAYS * 5, strict=True))
+STOPS = list(zip(stop_points(25, random.Random(0)), WAYS * 5, strict=True))
+QUICK, LONG = STOPS[:16], STOPS[16:]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,9 @@ def test_stop_points_cover_all_cases():
     assert len({step for step, _ in stops}) > 12
 
 
-@pytest.mark.parametrize(("stop_at", "settings"), QUICK)
+@pytest.mark.parametrize(
+    ("stop_at", "settings"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
+)
 def test_to_the_last_bit(tmp_path, never_stopped, stop_at, settings):
     check_same(stoppable_run.run_and_stop(tmp_path, stop_at, settings), never_stopped(settings))
 
