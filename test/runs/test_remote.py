@@ -57,7 +57,7 @@ def bucket(server, monkeypatch):
     return "s3://bucket"
 
 
-@pytest.mark.parametrize(("kills", "exceptions"), [(6, 2), pytest.param(20, 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("kills", "exceptions"), [(4, 1), pytest.param(20, 3, marks=pytest.mark.long)])
 def test_run_killed_during_uploads_resumes_from_the_last_complete_checkpoint(bucket, kills, exceptions):
     run = f"{bucket}/run-{kills}"
     command = [sys.executable, ROOT / "test" / "support" / "bucket_run.py", run, kills, exceptions]

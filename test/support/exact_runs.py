@@ -204,8 +204,8 @@ def _loss(scenario, model, x, y, epoch, numbers):
 def _evaluate(model, dataset, steps_done):
     if steps_done % 3 == 0:
         model.eval()
-        for x, _, _ in DataLoader(dataset, batch_size=30, shuffle=True):
-            model(x)
+        x, _, _ = next(iter(DataLoader(dataset, batch_size=30, shuffle=True)))
+        model(x)
         model.train()
 
 
@@ -220,17 +220,18 @@ def digest_of(model, optimizer):
     return digest.hexdigest()
 
 
-def run_all(scenarios, root, stops):
+def run_all(scenarios, root, stops, wholes):
     """Each scenario from start to end, and once more resumed from its checkpoint in `root`.
 
     Args:
         scenarios: to be run.
         root: with a directory for each.
         stops: the steps after which each is left for other cores; None to run to the end.
+        wholes: which of them also run from start to end here.
     """
     found = {}
-    for scenario, stop in zip(scenarios, stops, strict=True):
-        whole = run(scenario)
+    for scenario, stop, is_whole in zip(scenarios, stops, wholes, strict=True):
+        whole = run(scenario) if is_whole else {}
         part = run(scenario, Path(root) / scenario.name, stop_after=stop)
         vbs.Metrics("nothing", device="cpu").read()  # wait for core 0, which may be writing
         found[scenario.name] = {**whole, "part": part["digests"], "rank": running_cores()[0]}
