@@ -9,7 +9,10 @@ import variable_batch_size as vbs
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
-@pytest.mark.parametrize(("cores", "seeds"), [(1, (0, 1, 2)), (2, (15, 16)), (3, (6, 19))])
+# seeds that are multiples of 3 have a step that is not finite, odd ones have weights
+@pytest.mark.parametrize(
+    ("cores", "seeds"), [(1, (0, 1, 2)), (2, (15, 16)), (3, (19,)), pytest.param(3, (6,), marks=pytest.mark.long)]
+)
 def test_ragged_programs_equal_plain_pytorch_in_weights_noise_and_buffers(on_cores, cores, seeds):
     results = on_cores(cores, open_runs.differences, seeds) if cores > 1 else [open_runs.differences(seeds)]
     for dtype, difference in (one for result in results for one in result):

@@ -173,8 +173,15 @@ def test_cycled_trace_must_begin_with_the_completed_steps_of_the_run(tmp_path):
 # ---------------------------------------------------------------------------------- another minibatch size or data set
 
 
-@pytest.mark.parametrize("minibatch_size", [1, 2, 8])
-@pytest.mark.parametrize("until", range(1, len(LONG)))
+@pytest.mark.parametrize(
+    ("minibatch_size", "until"),
+    [
+        # each size after every third step, each step with one of the sizes
+        pytest.param(size, until, marks=() if (until + place) % 3 == 0 else pytest.mark.long)
+        for place, size in enumerate([1, 2, 8])
+        for until in range(1, len(LONG))
+    ],
+)
 def test_with_another_minibatch_size_the_steps_have_the_same_samples(tmp_path, minibatch_size, until):
     expected = Run(None, LONG).go()
     first = Run(tmp_path, LONG).go(until=until)
