@@ -16,6 +16,7 @@ SETTINGS = {
     "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "ignore",
     "RAY_AUTH_MODE": "disabled",
+    "RAY_prestart_worker_first_driver": "0",  # idle processes without the environment that Ray Train's have
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process for each group of workers, which nothing here asks
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_METRICS_ENABLED": "0",
