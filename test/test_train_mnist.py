@@ -61,7 +61,7 @@ def test_missed_target_is_not_restarted_by_torchrun(monkeypatch):
     assert variable_train_mnist.exit_code_of_a_miss() == variable_train_mnist.EXIT_MISSED
 
 
-BRIEFLY = ["--num_epochs", 2, "--lr", 0.05, "--target_accuracy", 0, "--log_steps", 10]
+BRIEFLY = ["--num_epochs", 1, "--lr", 0.05, "--target_accuracy", 0, "--log_steps", 10]
 
 
 def losses_and_accuracy(directory, *flags, run=run):

@@ -1,7 +1,6 @@
 """A run of vbs compare equals a plain PyTorch loop."""
 
 import dataclasses
-from itertools import product
 from types import SimpleNamespace
 
 import comparisons
@@ -102,15 +101,15 @@ def test_on_xla_cores_the_curve_is_the_same(xla_launcher, tmp_path):
 
 
 def test_until_progress_other_rules_make_the_updates_of_adascale(tmp_path):
-    options = ["--samples", 960, "--seeds", 2, "--rules", "linear,adascale", "--until", "progress"]
+    options = ["--samples", 960, "--seeds", 1, "--rules", "linear,adascale", "--until", "progress"]
     vbs_compare("--workload", "comparisons:line", *options, "--out", tmp_path)
     found = rows_by_run(tmp_path)
-    for trace, seed in product(("ramp", "spot"), (0, 1)):
-        adascale, linear = found[trace, "adascale", seed], found[trace, "linear", seed]
+    for trace in ("ramp", "spot"):
+        adascale, linear = found[trace, "adascale", 0], found[trace, "linear", 0]
         assert float(adascale["progress"]) >= 120  # the updates of the baseline
         assert int(adascale["updates"]) == int(linear["updates"]) < 120
         assert int(adascale["samples"]) > 960
-        lrs = [r["lr"] / r["factor"] for r in records(tmp_path, trace, "linear", seed) if "lr" in r]
+        lrs = [r["lr"] / r["factor"] for r in records(tmp_path, trace, "linear", 0) if "lr" in r]
         assert lrs[0] == pytest.approx(0.02)  # the schedule is stretched over all updates: 1 − 0.9 · fraction
         assert lrs[-1] == pytest.approx(0.02 * (1 - 0.9 * (1 - 1 / int(linear["updates"]))), rel=1e-6)
 

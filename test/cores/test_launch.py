@@ -4,8 +4,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from importlib import import_module
 from types import SimpleNamespace
@@ -229,8 +227,9 @@ def test_under_torchrun_launch_runs_the_function_after_a_barrier(tmp_path):
     script.write_text(UNDER_TORCHRUN)
     results = tmp_path / "results"  # one file per process: their output might be interleaved
     results.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run([*command, str(script), str(results)], check=True)
+    arguments = ["--standalone", "--nproc-per-node=2", str(script), str(results)]
+    done = forked.run(forked.torchrun_program.main, arguments, folder=tmp_path)  # which starts interpreters
+    assert done.returncode == 0, done.stderr
     assert [(results / rank).read_text() for rank in "01"] == ["[(0, 2)] ['1']", "[(1, 2)] ['1']"]
 
 
