@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import forked
 import pytest
 from documents import ROOT
+from xla_launcher import QUICKLY
 
 STAMPS = (".demo", ".test")  # installed sets of packages
 HAS_XLA = find_spec("torch_xla") is not None
@@ -28,7 +29,7 @@ def table_of(said):
 @pytest.fixture
 def quick_compilation(monkeypatch):
     """XLA compiles the programs of the demo without optimizing them."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", QUICKLY)
 
 
 @pytest.mark.usefixtures("quick_compilation")

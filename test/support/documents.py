@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import forked
+from xla_launcher import QUICKLY
 
 from variable_batch_size.command.main import main
 
@@ -67,8 +68,7 @@ def run_as_scripts(sources, folder):
     report = folder / "failures.json"
     # frameworks use XLA whenever torch_xla is installed, and download models
     frameworks = {"USE_TORCH_XLA": "0", "HF_HUB_OFFLINE": "1", "KERAS_BACKEND": "torch"}
-    xla = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # optimizing programs takes longer than they run
-    environment = {**frameworks, **xla, "PYTHONPATH": str(ROOT)}
+    environment = {**frameworks, "XLA_FLAGS": QUICKLY, "PYTHONPATH": str(ROOT)}
     done = forked.run(_run_each, paths, report, folder=folder, environment=environment)
     assert done.returncode == 0, done.stderr
     failures = json.loads(report.read_text(encoding="utf-8"))

@@ -113,7 +113,6 @@ def _received(pipe):
 def prepare():
     """In their parent: import what an optimizer's first step imports, which takes a second."""
     import_module("torch._dynamo")
-    gc.freeze()  # the search for garbage after each job would take longer than most jobs
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for them
 
@@ -141,8 +140,10 @@ def _work(directory, address, rank, cores):
         faulthandler.enable(file)
         pipe = multiprocessing.connection.Client(address)
         pipe.send(rank)
+        gc.set_threshold(gc.get_threshold()[0], 10**6)  # so that nothing gets old in a job, unless it collects all
         while True:
             MinibatchSource.must_be_read, function, args = pickle.loads(pipe.recv_bytes())
+            num_complete = _num_complete_collections()
             try:
                 if not dist.is_initialized():
                     store = f"file://{directory}/store"
@@ -151,6 +152,12 @@ def _work(directory, address, rank, cores):
             except BaseException:
                 outcome = False, traceback.format_exc()
             pipe.send_bytes(pickle.dumps(outcome))
-            gc.collect()  # release the models of this job before the next one, which would find their wrappers
+            # release the models of this job before the next one, which would find their wrappers; a search of all that
+            # was imported takes longer than most jobs
+            gc.collect(1 if _num_complete_collections() == num_complete else 2)
     finally:
         os._exit(1)
+
+
+def _num_complete_collections():
+    return gc.get_stats()[2]["collections"]

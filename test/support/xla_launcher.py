@@ -3,7 +3,6 @@
 A launch by itself imports torch_xla each time, which takes 10 s.
 """
 
-import gc
 import os
 from importlib import import_module
 
@@ -49,7 +48,6 @@ def prepare():
     for name in ("torch._dynamo", "torch_xla.distributed.xla_multiprocessing", "torch_xla.runtime"):
         import_module(name)
     launch._START_METHOD = "fork"
-    gc.freeze()  # the launched processes would search all this for garbage
 
 
 def answer(function, args, flags):
