@@ -4,8 +4,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parents[1]
 
-# files that share a slow fixture are run by one worker: two workers import torch_xla, and one makes the long runs
+# files that share a slow fixture are run by one worker: two workers import torch_xla, and one makes the long runs; two
+# clusters of Ray at once take several times as long
 TOGETHER = {
+    **dict.fromkeys(
+        ["integrations/test_ray.py", "integrations/test_ray_pool.py", "comparison/test_executors.py"],
+        "Ray",
+    ),
     **dict.fromkeys(
         [
             "promises/test_same_result_on_any_number_of_cores.py",
@@ -43,7 +48,6 @@ TOGETHER = {
 # while others compute
 LONGEST = [
     "integrations/test_ray.py",
-    "comparison/test_executors.py",
     "promises/test_what_was_decided_can_be_replayed.py",
     "promises/test_same_result_on_any_number_of_cores.py",
     "promises/test_killed_runs_resume.py",
