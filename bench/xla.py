@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import print_machine, print_row
+from measure import print_comparison, print_machine, print_row
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -41,28 +41,35 @@ def network(name: str) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(widths[-1], 10))
 
 
-def replay(side: str, sizes: list[int], passes: int, name: str = SMALL) -> list[dict[str, float]]:
-    """Replay the sizes several times on this core; returns the seconds and XLA's counters of each pass."""
+def replay(sides: list[str], sizes: list[int], passes: int, name: str = SMALL) -> dict[str, list[dict[str, float]]]:
+    """Replay the sizes several times on this core, the sides in turn; the seconds and XLA's counters of each pass."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
     device = torch_xla.device()
-    torch.manual_seed(0)
-    model = network(name).to(device)
     data = [(torch.randn(MINIBATCH, 1, 28, 28), torch.randint(0, 10, (MINIBATCH,))) for _ in range(8)]
     minibatches = [(x.to(device), y.to(device)) for x, y in data]
-    hands = {BY_HAND: by_hand(model), BY_HAND_SYNCED: by_hand(model, syncs=True)}
-    step = hands.get(side) or ours(side, model, sizes)
-    found = []
+    steps = {side: step_of(side, name, sizes, device) for side in sides}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for _ in range(passes):
-        before = counted()
-        start = time.perf_counter()
-        for size in sizes:
-            step([minibatches[i % len(minibatches)] for i in range(size // MINIBATCH)])
-        xm.wait_device_ops()
-        seconds = time.perf_counter() - start
-        found.append({name: value - before[name] for name, value in counted().items()} | {"seconds": seconds})
+        for side, step in steps.items():
+            before = counted()
+            start = time.perf_counter()
+            for size in sizes:
+                step([minibatches[i % len(minibatches)] for i in range(size // MINIBATCH)])
+            xm.wait_device_ops()
+            seconds = time.perf_counter() - start
+            counts = {counter: value - before[counter] for counter, value in counted().items()}
+            found[side].append(counts | {"seconds": seconds})
     return found
+
+
+def step_of(side: str, name: str, sizes: list[int], device: torch.device) -> Callable[[list[Any]], None]:
+    torch.manual_seed(0)
+    model = network(name).to(device)
+    if side in (BY_HAND, BY_HAND_SYNCED):
+        return by_hand(model, syncs=side == BY_HAND_SYNCED)
+    return ours(side, model, sizes)
 
 
 def by_hand(model: nn.Module, *, syncs: bool = False) -> Callable[[list[Any]], None]:
@@ -143,6 +150,7 @@ def main() -> None:
     parser.add_argument(
         "--by-hand", type=int, default=12, help="maximum number of sizes for the hand-written loop: 48 take 10 minutes"
     )
+    parser.add_argument("--repeats", type=int, default=15, help="of 20 steps of the same size")
     options = parser.parse_args()
     print_machine()
     for num_sizes in options.sizes:
@@ -163,18 +171,21 @@ def main() -> None:
         peer_seconds = None
         for side in [*([BY_HAND] if num_sizes <= options.by_hand else []), *options.rules]:
             passes = 3 if num_sizes <= options.by_hand else 2  # the hand-written loop still compiles in the second pass
-            (found,) = vbs.launch(replay, (side, sizes, passes), cores=1, backend="xla")
+            (results,) = vbs.launch(replay, ([side], sizes, passes), cores=1, backend="xla")
+            found = results[side]
             peer_seconds = found[0]["seconds"] if side == BY_HAND else peer_seconds
             print_side(side, found, sizes, peer_seconds)
         print()
     for name in HIDDEN:
-        print(f"{name}, always {CONSTANT} minibatches: ms a step, best of 5 times 20 steps; traced operations a step")
-        best = {}
-        for side in (BY_HAND_SYNCED, BY_HAND, "linear", "adascale"):
-            (found,) = vbs.launch(replay, (side, [CONSTANT * MINIBATCH] * 20, 6, name), cores=1, backend="xla")
-            best[side] = min(one["seconds"] for one in found[1:]) / 20 * 1e3
-            operations = found[-1]["operations"] / 20
-            print(f"{side:26}{best[side]:8.1f}   {best[side] / best[BY_HAND_SYNCED]:.3f}{operations:8.0f}", flush=True)
+        print(f"{name}, always {CONSTANT} minibatches, 20 steps at a time, the sides in turn; traced operations a step")
+        sides = [BY_HAND_SYNCED, BY_HAND, "linear", "adascale"]
+        sizes = [CONSTANT * MINIBATCH] * 20
+        (found,) = vbs.launch(replay, (sides, sizes, options.repeats + 1, name), cores=1, backend="xla")
+        later = {side: passes[1:] for side, passes in found.items()}  # the first one compiles
+        seconds = {side: np.array([one["seconds"] / 20 for one in passes]) for side, passes in later.items()}
+        print_comparison(seconds, peer=BY_HAND_SYNCED)
+        print(*(f"{side}: {passes[-1]['operations'] / 20:.0f} operations" for side, passes in later.items()), sep=", ")
+        print()
 
 
 if __name__ == "__main__":
