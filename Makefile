@@ -115,7 +115,7 @@ mutants: $(FOR_ALL) .mutmut
 $(VENV)/.demo: PACKAGES = $(XLA)demo
 $(VENV)/.demo: COSTS = $(if $(XLA),torch$(comma) torch_xla and CUDA's libraries: about 7.1 GB and 4 minutes,torch: about 0.8 GB)
 $(VENV)/.test: PACKAGES = $(XLA)demo,docs,test
-$(VENV)/.test: COSTS = $(if $(XLA),all packages: about 8.3 GB and 8 minutes,all packages: about 2.5 GB and 4 minutes)
+$(VENV)/.test: COSTS = $(if $(XLA),all packages: about 8.7 GB and 8 minutes,all packages: about 2.5 GB and 4 minutes)
 # compile bytecode on all cores; pip would use one; the demo imports so little that this is not needed
 $(VENV)/.test: COMPILE = -$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 $(VENV)/.demo $(VENV)/.test: setup.cfg pyproject.toml
