@@ -19,7 +19,10 @@ HAS_XLA = find_spec("torch_xla") is not None
 
 
 def make(*arguments):
-    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True)
+    """As from a shell, although ``make test`` runs this: make would inherit options and print folders."""
+    inherited = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def table_of(said):
