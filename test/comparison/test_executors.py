@@ -15,6 +15,7 @@ import forked
 import psutil
 import pytest
 from comparisons import rows, rows_by_run, sigterm_as_it_is, vbs_compare, wait_for_runs
+from ray_cluster import ray_cluster
 
 from variable_batch_size.command.main import main
 
@@ -161,24 +162,14 @@ def test_dask_continues_after_a_killed_worker_and_leaves_no_process(local, tmp_p
 
 
 @pytest.fixture
-def ray_cluster(monkeypatch):
-    """A Ray node on this machine, in separate processes, without those that nothing here uses."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("PYTHONPATH", str(comparisons.ROOT))
-    from ray.cluster_utils import Cluster
-
-    unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **unused})
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    try:
-        yield cluster
-    finally:
-        cluster.shutdown()
+def cluster(monkeypatch):
+    with ray_cluster(monkeypatch, num_cpus=1) as found:
+        monkeypatch.setenv("RAY_ADDRESS", found.address)
+        yield found
 
 
 @pytest.mark.filterwarnings("ignore")  # of Ray and its dependencies
-def test_ray_resumes_after_an_interruption_a_killed_worker_and_a_removed_node(local, tmp_path, ray_cluster, capsys):
+def test_ray_resumes_after_an_interruption_a_killed_worker_and_a_removed_node(local, tmp_path, cluster, capsys):
     options = options_for("on_ray.py", tmp_path)
 
     def interrupt():
@@ -194,11 +185,11 @@ def test_ray_resumes_after_an_interruption_a_killed_worker_and_a_removed_node(lo
     assert INTERRUPTED in capsys.readouterr().err
     made = made_before_the_interruption(options)
     until(lambda: not below(os.getpid(), "ray::make"))
-    second_node = ray_cluster.add_node(num_cpus=1, include_log_monitor=False)
+    second_node = cluster.add_node(num_cpus=1, include_log_monitor=False)
 
     def leave():
         until(lambda: below(os.getpid(), "ray::make"))
-        ray_cluster.remove_node(second_node, allow_graceful=False)
+        cluster.remove_node(second_node, allow_graceful=False)
 
     leaving = threading.Thread(target=leave)
     leaving.start()

@@ -8,21 +8,16 @@ import time
 import pytest
 import torch
 from documents import ROOT
+from ray_cluster import ray_cluster
 from torch.testing import assert_close
 
 EXAMPLE = ROOT / "examples" / "ray_train.py"
 SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "ignore",
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_prestart_worker_first_driver": "0",  # idle processes without the environment that Ray Train's have
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process for each group of workers, which nothing here asks
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
 }
-UNUSED = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # processes of a node
 # Ray looks for nodes that have joined or left every 20 s; this makes it look whenever it gets a line
 LOOK_FOR_NODES = """
 import sys, ray
@@ -40,22 +35,10 @@ def example():
     return module
 
 
-@pytest.fixture
-def new_cluster(monkeypatch):
-    """Starts a Ray cluster of one node on this machine, in separate processes."""
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
-    from ray.cluster_utils import Cluster
-
-    clusters = []
-
-    def start(num_cpus):
-        clusters.append(Cluster(initialize_head=True, head_node_args={"num_cpus": num_cpus, **UNUSED}))
-        return clusters[0]
-
-    yield start
-    for cluster in clusters:
-        cluster.shutdown()
 
 
 def assert_trained_like_one_process(directory, folder):
@@ -66,25 +49,30 @@ def assert_trained_like_one_process(directory, folder):
 
 
 @pytest.mark.filterwarnings("ignore")  # of Ray and its dependencies
-def test_lost_and_preempted_workers_resume_to_the_weights_of_one_process(tmp_path, new_cluster, monkeypatch, capsys):
+def test_lost_and_preempted_workers_resume_to_the_weights_of_one_process(tmp_path, monkeypatch, capsys):
     directory = tmp_path / "ray"
     directory.mkdir()
-    options = ["--directory", str(directory), "--address", new_cluster(2).address, "--kill-at", "12", "--stop-at", "20"]
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *options])
-    example().main()  # in this process, which has imported torch
+    with ray_cluster(monkeypatch, num_cpus=2) as cluster:
+        options = ["--directory", str(directory), "--address", cluster.address, "--kill-at", "12", "--stop-at", "20"]
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *options])
+        example().main()  # in this process, which has imported torch
     assert "30 updates on 2, 2, 2 workers" in capsys.readouterr().out
     assert_trained_like_one_process(directory, tmp_path / "one")
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of Ray and its dependencies
-def test_workers_that_join_leave_are_killed_or_preempted_resume_to_the_weights_of_one_process(
-    tmp_path, new_cluster, monkeypatch
-):
+def test_workers_that_join_leave_are_killed_or_preempted_resume_to_the_weights_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")  # with a worker on a node that has left
-    cluster = new_cluster(1)
     directory = tmp_path / "ray"
     directory.mkdir()
+    with ray_cluster(monkeypatch, num_cpus=1) as cluster:
+        output = output_with_nodes_that_come_and_go(directory, cluster)
+    assert "30 updates on 1, 2, 2, 2, 1 workers" in output
+    assert_trained_like_one_process(directory, tmp_path / "one")
+
+
+def output_with_nodes_that_come_and_go(directory, cluster):
     options = ["--directory", str(directory), "--address", cluster.address, "--workers", "1", "2"]
     options += ["--resize-interval", "0", "--wait-at", "5", "25", "--kill-at", "12", "--stop-at", "20"]
     running = subprocess.Popen([sys.executable, str(EXAMPLE), *options], stdout=subprocess.PIPE, text=True)
@@ -109,5 +97,4 @@ def test_workers_that_join_leave_are_killed_or_preempted_resume_to_the_weights_o
         looking.kill()
         looking.communicate()  # closes its pipe
     assert running.returncode == 0
-    assert "30 updates on 1, 2, 2, 2, 1 workers" in output
-    assert_trained_like_one_process(directory, tmp_path / "one")
+    return output

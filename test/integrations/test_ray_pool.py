@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 from documents import ROOT
-from ray.cluster_utils import Cluster
+from ray_cluster import ray_cluster
 from torch.testing import assert_close
 
 import variable_batch_size as vbs
@@ -23,17 +23,13 @@ SCRIPT = ROOT / "test" / "support" / "cluster_job.py"
 @pytest.fixture
 def cluster(monkeypatch):
     """Two nodes of one core each."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        found.second_node = found.add_node(num_cpus=1)
-        ray.init(address=found.address, log_to_driver=False)
-        yield found
-    finally:
-        ray.shutdown()
-        found.shutdown()
+    with ray_cluster(monkeypatch, num_cpus=1) as found:
+        found.second_node = found.add_node(num_cpus=1, include_log_monitor=False)
+        try:
+            ray.init(address=found.address, log_to_driver=False)
+            yield found
+        finally:
+            ray.shutdown()
 
 
 def resources(*bundles):
