@@ -242,6 +242,25 @@ print(int(next(iterator)))
     assert run(SHIELDED + code) == (0, ["0"])
 
 
+def test_worker_exits_although_a_signal_of_its_parent_is_lost():
+    """Of two SIGTERMs to a process that does not run in between, as on a busy machine, it receives the first."""
+    code = """
+from multiprocessing.util import Finalize
+
+def pause():
+    os.kill(worker.pid, signal.SIGSTOP)
+    terminate(worker.pid)
+    subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -CONT {worker.pid}"], stdout=subprocess.DEVNULL)
+
+iterator = iter(DataLoader(Slow(), num_workers=1))
+print(int(next(iterator)))
+(worker,) = multiprocessing.active_children()
+Finalize(None, pause, exitpriority=1)  # before the first signal of this process
+signals._SECONDS_TO_END = 0.6
+"""
+    assert fork(SHIELDED + code) == (0, ["0"])
+
+
 def test_busy_worker_that_received_sigterm_exits_with_its_parent():
     code = """
 iterator = iter(DataLoader(Slow(), num_workers=1))

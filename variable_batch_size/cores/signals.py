@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
@@ -31,6 +32,7 @@ KeyboardInterrupt, also after a save: shells stop their loops for it, and show 1
 _SECONDS_OF_ONE_REQUEST = 10.0
 _SECONDS_OF_ONE_CTRL_C = 1.0  # the same for SIGINT, where a second one has another effect
 _SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_END = 5.0  # after which SIGTERM is sent once more
 _SECONDS_OF_CALLS = 10.0  # after which what Ctrl-C has called is not awaited any longer
 _SIGTERM = frozenset({signal.SIGTERM})
 _SIGINT = frozenset({signal.SIGINT})
@@ -47,6 +49,7 @@ _before: Any = signal.SIG_DFL  # the handler before the first listener
 _acknowledged_at = -float("inf")
 _calls: list[Any] = []  # locks that calls of Ctrl-C hold while they run
 _is_shielding = False  # whether workers that this process forks leave SIGTERM to it
+_ends_daemons = 0  # the pid of a process that ends its daemonic processes when it exits
 
 
 def request_stop() -> None:
@@ -185,8 +188,13 @@ def _was_just_interrupted() -> bool:
 
 def shield_loader_workers() -> None:
     """Let DataLoader workers that this process forks leave SIGTERM and Ctrl-C to it."""
-    global _is_shielding
-    if _is_shielding or not _CAN_WAIT:
+    global _ends_daemons, _is_shielding
+    if not _CAN_WAIT:
+        return
+    if _ends_daemons != os.getpid():
+        _ends_daemons = os.getpid()
+        Finalize(None, _end_daemons, exitpriority=0)
+    if _is_shielding:
         return
     fork = threading.local()  # a thread's signal mask before it forks a worker; None if it forks something else
 
@@ -206,6 +214,20 @@ def shield_loader_workers() -> None:
 
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=begin)
     _is_shielding = True
+
+
+def _end_daemons() -> None:
+    """Send SIGTERM until the workers have ended, while multiprocessing would send it once and then wait forever.
+
+    The one that it sends is lost if that of the process group is still pending in a worker. Workers cannot be told from
+    other daemonic processes, which rarely take as long.
+    """
+    while daemons := [process for process in multiprocessing.active_children() if process.daemon]:
+        for process in daemons:
+            process.terminate()
+        end = time.monotonic() + _SECONDS_TO_END
+        for process in daemons:
+            process.join(max(0.0, end - time.monotonic()))
 
 
 def leave_sigterm_to_parent(worker_id: int | None = None) -> None:
