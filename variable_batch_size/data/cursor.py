@@ -127,7 +127,8 @@ class Cursor:
         if self.shares is not None:
             self.shares.await_device()
         if not self._num_left:
-            self.look_ahead()
+            if self._next is None:
+                self.look_ahead()
             if self._next is None:
                 advice = "call set_epoch() before the next pass over the loader"
                 raise RuntimeError(f"epoch {self.epoch} has {len(self._steps)} steps and all are done: {advice}")

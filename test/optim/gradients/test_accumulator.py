@@ -717,6 +717,38 @@ def with_a_frozen_group(**options):
     return model.weight.item(), late.item(), optimizer.gain()
 
 
+def with_a_group_added_within_a_step(parameters):
+    """Of a step of four minibatches: a group is added after half of them, or on each of two cores after the first."""
+    model, _, optimizer = make([4, 4], rule=vbs.rules.AdaScaleRule())
+    rank, cores = optimizer.sampler.rank, optimizer.sampler.num_replicas
+    for _ in range(2):
+        for number, x in enumerate(range(rank, 4, cores)):
+            if number == 2 // cores and len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": parameters()})
+            backward(model, 1.0 + x)
+            optimizer.step()
+    return model.weight.item(), optimizer.gain(), optimizer.gain(group=0)
+
+
+def no_parameters():
+    return []
+
+
+def an_unused_parameter():
+    return [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+
+
+@pytest.mark.parametrize("parameters", [no_parameters, an_unused_parameter])
+def test_a_group_may_be_added_within_a_step(on_cores, parameters):
+    # mean of 1, 2, 3, 4; L = 7.5, T = 6.25, B/B0 = 2: V = (L − T)·4/3, G² = T − V/4
+    variance, square = 5 / 3, 6.25 - 5 / 12
+    gain = (variance / 2 + square) / (variance / 4 + square)
+    expected = (-2 * 2.5 * gain, gain, gain)
+    assert with_a_group_added_within_a_step(parameters) == pytest.approx(expected)
+    for found in on_cores(2, with_a_group_added_within_a_step, parameters):
+        assert found == pytest.approx(expected)
+
+
 def with_a_minibatch_that_core_0_leaves_out():
     """Two epochs of two steps of four minibatches; returns the error message."""
     model = nn.Linear(1, 1, bias=False).double()

@@ -77,35 +77,15 @@ class BucketAccumulator(GradientAccumulator):
         self._agreed = self._layout, trainable, self._num_numbers()  # the same on all ranks
         self.begin_epoch(0)
 
-    def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
-        if (
-            self._fixed_point is None
-            or self._fixed_point.scale.has_asked
-            or not (plan.is_open or (self.is_one_of_several and self.communicator.num_replicas > 1))
-        ):
-            self._accumulate(plan, weight)
+    def accumulate(self, plan: StepPlan, weight: Weight | None = None, *, may_hold: bool = True) -> None:
+        fixed_point = self._fixed_point
+        if fixed_point is not None and may_hold and self._holds(plan, fixed_point):
+            self._hold(plan, weight)
             return
-        # the first units are summed right before the reduction: otherwise another optimizer would reduce in between
-        # on a rank with one minibatch, and sum units first on a rank with several
-        taken = {p: p.grad.clone() for p in self._parameters() if p.grad is not None}
-        self.zero_grad()
-        self._held_minibatches.append((plan, weight, taken))
-        if plan.is_last and not plan.is_open:
-            self._release_minibatches()
-
-    def _release_minibatches(self) -> None:
-        """Accumulate the minibatches of the first step that were held."""
-        while self._held_minibatches:
-            *minibatch, gradients = self._held_minibatches.pop(0)
-            for p, gradient in gradients.items():
-                p.grad = gradient
-            self._accumulate(*minibatch)
-
-    def _accumulate(self, plan: StepPlan, weight: Weight | None) -> None:
         if plan.is_padding and not plan.is_idle:  # in lockstep; an idle rank drops all of the step in reduce()
             self.zero_grad()
             weight = None if weight is None else 0.0
-        parameters, fixed_point = self._parameters(), self._fixed_point
+        parameters = self._parameters()
         if self.is_view:
             self._ensure_views(parameters)
         elif self._model_parallel is not None:
@@ -139,17 +119,43 @@ class BucketAccumulator(GradientAccumulator):
         ):
             self._add(parameters, plan)
 
+    def _holds(self, plan: StepPlan, fixed_point: FixedPoint64) -> bool:
+        """Whether the first units are summed right before the reduction.
+
+        Otherwise another optimizer would reduce in between on a rank with one minibatch, and sum units first on a rank
+        with several.
+        """
+        is_shared = self.is_one_of_several and self.communicator.num_replicas > 1
+        return not fixed_point.scale.has_asked and (plan.is_open or is_shared)
+
+    def _hold(self, plan: StepPlan, weight: Weight | None) -> None:
+        """Keep a minibatch of the first step until its gradients can be accumulated."""
+        taken = {p: p.grad.clone() for p in self._parameters() if p.grad is not None}
+        self.zero_grad()
+        self._held_minibatches.append((plan, weight, taken))
+        if plan.is_last and not plan.is_open:
+            self._release_minibatches()
+
+    def _release_minibatches(self) -> None:
+        """Accumulate the minibatches of the first step that were held."""
+        while self._held_minibatches:
+            *minibatch, gradients = self._held_minibatches.pop(0)
+            for p, gradient in gradients.items():
+                p.grad = gradient
+            self.accumulate(*minibatch, may_hold=False)
+
     def _num_numbers(self) -> int:
         own = self._num_measured() + 2 if self._fixed_point is None else self._fixed_point.num_numbers()
         return own + NUM_DIGEST
 
     def _add(self, parameters: list[torch.nn.Parameter], plan: StepPlan) -> None:
         """Add the gradients of the minibatch to the buckets, and leave ``p.grad`` None."""
-        if all(map(_requires_grad, parameters)):  # as usual: without a loop in Python
+        is_first = not self._has_sums
+        if is_first or not self._buckets.are_for(parameters):  # otherwise none was added, unfrozen or converted
+            if not all(map(_requires_grad, parameters)):  # as usual: without a loop in Python
+                parameters = [p for p in parameters if p.requires_grad or self._is_assigned(p)]
             self._ensure_buckets(parameters)
-        else:
-            self._ensure_buckets([p for p in parameters if p.requires_grad or self._is_assigned(p)])
-        buckets, is_first = self._buckets, not self._has_sums
+        buckets = self._buckets
         gradients, number = list(map(_grad_of, buckets.parameters)), len(buckets.parameters)
         indices: Sequence[int] = range(number)
         if any(map(is_, gradients, repeat(None))):

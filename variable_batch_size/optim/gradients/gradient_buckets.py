@@ -70,10 +70,16 @@ class GradientBuckets:
         """Whether these are the parameters, with the same dtypes, and on demand the same shapes and devices."""
         return (
             num_numbers == self._num_numbers
-            and len(parameters) == len(self.parameters)
+            and self.are_for(parameters)
+            and not (checks_shapes and list(map(_shape_and_device_of, parameters)) != self._shapes_and_devices)
+        )
+
+    def are_for(self, parameters: Parameters) -> bool:
+        """Whether these are the parameters, with the same dtypes."""
+        return (
+            len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
             and list(map(_dtype_of, parameters)) == self._dtypes
-            and not (checks_shapes and list(map(_shape_and_device_of, parameters)) != self._shapes_and_devices)
         )
 
     def is_in_place(self) -> bool:
