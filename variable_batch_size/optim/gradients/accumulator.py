@@ -131,7 +131,7 @@ class StepGradient:
     def numbers(self) -> torch.Tensor:
         """What :meth:`measure` reads, on the device."""
         own, divisors = self._accumulator, self._accumulator.divisors
-        numbers = [own._numbers(), own._squares_by_group()]
+        numbers = [*own._numbers(), own._squares_by_group()]
         self._are_measured = [True] * own._num_measured()
         if divisors is not None:  # what has no divisor must be finite, too
             self._are_measured = [any(p in divisors for p in group) for group in own._measured()]
@@ -317,14 +317,14 @@ class GradientAccumulator(ABC):
             self._weight = self._weight + weight
             self._num_weighted = self._num_weighted + (weight > 0)
 
-    def _numbers(self) -> torch.Tensor:
-        """The numbers of the step; 0 where nothing was measured or weighted."""
+    def _numbers(self) -> list[torch.Tensor]:
+        """The numbers of the step, to be concatenated; 0 where nothing was measured or weighted."""
         num_squares = self._num_measured()
         if not self._is_weighted and self._step_squares is not None and self._step_squares.numel() == num_squares:
-            return torch.constant_pad_nd(self._step_squares, (0, 2))  # the same as below in one operation
+            return [self._step_squares, self._step_squares.new_zeros(2)]  # the same as below in one operation
         numbers = self._squared_norm([]).repeat(num_squares + 2)
         self._write_numbers(numbers)
-        return numbers
+        return [numbers]
 
     def _write_numbers(self, numbers: torch.Tensor) -> None:
         if self._step_squares is not None:

@@ -258,7 +258,7 @@ class FSDPAccumulator(GradientAccumulator):
         return self._step_gradient(plan)
 
     def _all_reduce_numbers(self) -> None:
-        numbers = self._numbers()
+        numbers = torch.cat(self._numbers())
         if not self._is_weighted:
             numbers[-1:].fill_(UNWEIGHTED)
         if self._model_parallel.num_replicas > 1:  # ranks that share samples have the same weights

@@ -272,8 +272,8 @@ class TracedAccumulator(GradientAccumulator):
         self._present.clear()
         self.zero_grad()
 
-    def _numbers(self) -> torch.Tensor:
-        return torch.zeros(self._num_measured() + 2) if self._step_numbers is None else self._step_numbers
+    def _numbers(self) -> list[torch.Tensor]:
+        return [torch.zeros(self._num_measured() + 2) if self._step_numbers is None else self._step_numbers]
 
     def _gradients_by_group(self) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         # not of p.grad, which is set by what was agreed: the sum of a parameter without a gradient is 0
