@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -109,18 +109,18 @@ def operations(model: nn.Module, losses: Losses, *, measures: bool) -> Callable[
     sums = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)]
 
     def update() -> None:
-        squares = []
+        norms: list[torch.Tensor] = []
         for number, loss in enumerate(losses):
             loss(model).backward()
             gradients = [p.grad for p in parameters]
             if measures:
-                squares.append(squared_norm(gradients))
+                norms += torch._foreach_norm(gradients)
             (torch._foreach_add_ if number else torch._foreach_copy_)(sums, gradients)
             for p in parameters:
                 p.grad = None
         flat.mul_(1 / NUM_MINIBATCHES)
         if measures:
-            torch.stack([*squares, squared_norm(sums)]).tolist()
+            torch.stack([sum_of_squares(norms), sum_of_squares(torch._foreach_norm(sums))]).tolist()
         for p, gradient in zip(parameters, sums, strict=True):
             p.grad = gradient
         optimizer.step()
@@ -129,8 +129,8 @@ def operations(model: nn.Module, losses: Losses, *, measures: bool) -> Callable[
     return update
 
 
-def squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(torch._foreach_norm(gradients)).square_().sum()
+def sum_of_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(norms)).square_().sum()
 
 
 def with_vbs(kind: Any, model: nn.Module, losses: Losses, minibatch_size: int) -> Callable[[], None]:

@@ -51,7 +51,7 @@ def calls_of_steps(rule):
     return found
 
 
-@pytest.mark.parametrize(("rule", "most_calls", "most_files"), [("linear", 18, 7), ("adascale", 27, 8)])
+@pytest.mark.parametrize(("rule", "most_calls", "most_files"), [("linear", 18, 7), ("adascale", 26, 8)])
 def test_accumulating_makes_few_calls_in_few_files(rule, most_calls, most_files):
     for number, calls in enumerate(calls_of_steps(rule)):
         is_settled = number >= MINIBATCHES  # the first step creates the buckets

@@ -749,6 +749,20 @@ def test_a_group_may_be_added_within_a_step(on_cores, parameters):
         assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_the_gain_is_the_same_however_many_norms_are_summed_at_once(monkeypatch, most):
+    monkeypatch.setattr("variable_batch_size.optim.gradients.buckets._MOST_NORMS", most)
+    model, _, optimizer = make([2, 5], rule=vbs.rules.AdaScaleRule(), smoothing=0.0)
+    for x in (1, 3):
+        backward(model, x)
+        optimizer.step()
+    assert optimizer.noise == vbs.rules.Noise.from_norms(5.0, 4.0, batch_size=2, num_minibatches=2)
+    for x in (1, 2, 3, 4, 5):
+        backward(model, x)
+        optimizer.step()
+    assert optimizer.noise == vbs.rules.Noise.from_norms(11.0, 9.0, batch_size=5, num_minibatches=5)
+
+
 def with_a_minibatch_that_core_0_leaves_out():
     """Two epochs of two steps of four minibatches; returns the error message."""
     model = nn.Linear(1, 1, bias=False).double()

@@ -20,8 +20,16 @@ from variable_batch_size.optim.gradients.accumulator import (
 )
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint64
 from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
-from variable_batch_size.optim.gradients.norms import sharded_squared_norms, squared_norm, squared_norms
+from variable_batch_size.optim.gradients.norms import (
+    norms_of,
+    sharded_squared_norms,
+    squared_norm,
+    squared_norms,
+    sums_of_squares,
+)
 from variable_batch_size.optim.token_weights import Weight
+
+_MOST_NORMS = 2**10  # that are held: each is a tensor
 
 _grad_of, _is_sparse, _requires_grad = attrgetter("grad"), attrgetter("is_sparse"), attrgetter("requires_grad")
 
@@ -62,6 +70,9 @@ class BucketAccumulator(GradientAccumulator):
         self._model_parallel, self._model_groups = model_parallel, list(model_groups)
         self._fixed_point: FixedPoint64 | None = FixedPoint64(inner) if exact else None
         self._held_minibatches: list[tuple[Any, ...]] = []  # of the first step, in exact mode with several optimizers
+        # of each group, those of the tensors of several minibatches, where the numbers of one are not needed
+        self._held_norms: list[list[torch.Tensor]] = []
+        self._holds_norms = not exact and model_parallel is None and self.norm_layers is None
         self._sum_dtype = torch.float64 if exact else torch.float32  # at least
         self._buckets = GradientBuckets([], num_numbers=0)
         self._wide: GradientBuckets | None = None  # with views of narrow dtypes: the sums, in float32
@@ -99,7 +110,10 @@ class BucketAccumulator(GradientAccumulator):
             self.own_norms.add(plan, weight)
         self._is_weighted = weight is not None
         measures = self._measures and plan.num_minibatches > 1  # one minibatch shows no noise
-        squares = self._squares_by_group() if measures else None
+        holds_norms = measures and weight is None and self._holds_norms
+        if holds_norms:
+            self._hold_norms()
+        squares = self._squares_by_group() if measures and not holds_norms else None
         if self.norm_layers is not None and self.norm_layers.is_on:
             of_samples = self.norm_layers.take(plan, squared_norm=self._squared_norm_of_layers())
             squares = self._with_samples(squares, of_samples)
@@ -118,6 +132,21 @@ class BucketAccumulator(GradientAccumulator):
             or any(p.grad is not None and p.grad.is_sparse for p in parameters)
         ):
             self._add(parameters, plan)
+
+    def _hold_norms(self) -> None:
+        """Measure a minibatch; its norms are squared and summed together with others, as each operation takes time."""
+        gradients, held, like = self._measured_gradients(), self._held_norms, self._first()
+        while len(held) < len(gradients):  # a group may have been added since
+            held.append([])
+        for norms, of_group in zip(held, gradients, strict=True):
+            norms += norms_of(of_group, like=like)
+        if sum(map(len, held)) >= _MOST_NORMS:
+            self._sum_held_norms()
+
+    def _sum_held_norms(self) -> None:
+        if self._held_norms:
+            held, self._held_norms = self._held_norms, []
+            self._add_numbers(sums_of_squares(held, like=self._first()), None)
 
     def _holds(self, plan: StepPlan, fixed_point: FixedPoint64) -> bool:
         """Whether the first units are summed right before the reduction.
@@ -211,6 +240,7 @@ class BucketAccumulator(GradientAccumulator):
             taken = [gradients for *_, gradients in self._held_minibatches]
             self._fixed_point.agree_on_scale(taken, self.communicator)
             self._release_minibatches()
+        self._sum_held_norms()
         factor, fixed_point, buckets = self._factor(plan), self._fixed_point, self._wide or self._buckets
         if not self._has_sums:
             self._scale_single(factor * self._inverse_weight())
@@ -243,6 +273,7 @@ class BucketAccumulator(GradientAccumulator):
 
     def kept_sums(self) -> Any:
         """A copy of the sums of this rank, which reduce() overwrites even where it fails."""
+        self._sum_held_norms()
         numbers = self._is_present, self._step_squares, self._weight, self._num_weighted
         of_rungs = None if self._fixed_point is None else self._fixed_point.kept_sums()
         return [flat.clone() for flat in self._buckets.flats], numbers, of_rungs
@@ -263,6 +294,7 @@ class BucketAccumulator(GradientAccumulator):
 
     def drop_sums(self) -> None:
         """Leave this rank's minibatches out of the step."""
+        self._sum_held_norms()
         (self._wide or self._buckets).zero_()
         self._is_present = [False] * len(self._is_present)
         self._weight = self._num_weighted = 0.0
@@ -344,7 +376,7 @@ class BucketAccumulator(GradientAccumulator):
 
     def reset(self) -> None:
         had_sums, self._has_sums = self._has_sums, False
-        self._held_minibatches = []
+        self._held_minibatches, self._held_norms = [], []
         self._reset_numbers()
         if self.own_norms is not None:
             self.own_norms.reset()
@@ -443,9 +475,13 @@ class BucketAccumulator(GradientAccumulator):
             self._versions = self._buckets.versions()
 
     def _squares_by_group(self) -> torch.Tensor:
+        return self._squared_norms(self._measured_gradients())
+
+    def _measured_gradients(self) -> list[list[torch.Tensor]]:
+        """The gradients of each group as they are now, divided by their divisors."""
         if self.divisors is not None:
-            return super()._squares_by_group()
-        return self._squared_norms([[g for g in map(_grad_of, group) if g is not None] for group in self._measured()])
+            return self._divided(self._gradients_by_group())
+        return [[g for g in map(_grad_of, group) if g is not None] for group in self._measured()]
 
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if self._model_parallel is None:

@@ -24,22 +24,31 @@ def is_finite(values: torch.Tensor) -> torch.Tensor:
 
 def squared_norm(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
     """The squared norm of several tensors together, on the device of `like` and in float32 at least; 0 of none."""
-    if not tensors:
-        return torch.zeros((), dtype=like.dtype if like.dtype in _EXACT else torch.float32, device=like.device)
-    return torch.stack(norms_of(tensors, like=like)).square_().sum()
+    return _sum_of_squares(norms_of(tensors, like=like), like=like)
 
 
 def squared_norms(lists: Sequence[list[torch.Tensor]], *, like: torch.Tensor) -> torch.Tensor:
     """The squared norm of each of several lists of tensors."""
+    return sums_of_squares([norms_of(tensors, like=like) for tensors in lists], like=like)
+
+
+def sums_of_squares(lists: Sequence[list[torch.Tensor]], *, like: torch.Tensor) -> torch.Tensor:
+    """The sum of the squares of each of several lists of norms, which :func:`norms_of` has returned."""
     filled = list(filter(None, lists))
     if len(filled) != 1:
-        return torch.stack([squared_norm(tensors, like=like) for tensors in lists])
-    (tensors,) = filled  # the usual case, with fewer operations
-    square = torch.stack(norms_of(tensors, like=like)).square_().sum(0, keepdim=True)
+        return torch.stack([_sum_of_squares(norms, like=like) for norms in lists])
+    (norms,) = filled  # the usual case, with fewer operations
+    square = torch.stack(norms).square_().sum(0, keepdim=True)
     if len(lists) == 1:
         return square
-    place = lists.index(tensors)
+    place = lists.index(norms)
     return torch.constant_pad_nd(square, (place, len(lists) - place - 1))
+
+
+def _sum_of_squares(norms: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
+    if not norms:
+        return torch.zeros((), dtype=like.dtype if like.dtype in _EXACT else torch.float32, device=like.device)
+    return torch.stack(norms).square_().sum()
 
 
 def norms_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> list[torch.Tensor]:
