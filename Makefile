@@ -19,7 +19,7 @@ FOR_ALL := $(if $(SETS_UP),$(VENV)/.test,complete)
 # all processes of the tests read bytecode that the first one has written, instead of compiling the sources again
 test check soak: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test lint docs browser bench tpu torchtpu soak mutants clean complete
+.PHONY: demo check test style lint docs browser bench tpu torchtpu soak mutants clean complete
 
 # of the demo, if given as make demo CORES=2; a variable of the environment is not meant
 CORES =
@@ -27,8 +27,8 @@ demo: EXTRAS = demo
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/demo.py $(CORES)
 
-# more workers than cores: some wait for other processes
-test: lint browser
+# more workers than cores: some wait for other processes; a test checks the types meanwhile, which takes one core for long
+test: style browser
 	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # quick check, in two minutes: tests that need no other process
@@ -36,11 +36,13 @@ CHECKED = $(addprefix test/,traces rules schedules policies planning test_layers
 check: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not xla and not browser' $(CHECKED)
 
-lint: EXTRAS = docs test
-lint: $(FOR_ALL)
+lint: style
+	$(BIN)/mypy
+
+style: EXTRAS = docs test
+style: $(FOR_ALL)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 
 docs: EXTRAS = docs
 docs: $(FOR_ALL)

@@ -1,4 +1,4 @@
-"""The wheel contains every public name, and mypy --strict checks a user's script against it."""
+"""mypy finds no error in the package, whose wheel contains every public name, nor in a user's script."""
 
 import os
 import re
@@ -158,14 +158,19 @@ def python(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def messages(python, tmp_path_factory):
+def checked():
+    """mypy on the package, with the settings and the cache of ``make lint``."""
+    return subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def messages(python, checked, tmp_path_factory):
     """The output of mypy for all scripts in one run, because it spends most of its time on torch.
 
-    With the options of ``make lint``, and its packages without types, it need not do this again.
+    With the options and the cache of the check of the package, it need not do this again.
     """
     cache = tmp_path_factory.mktemp("cache")
-    if (ROOT / ".mypy_cache").exists():
-        shutil.copytree(ROOT / ".mypy_cache", cache, dirs_exist_ok=True)
+    shutil.copytree(ROOT / ".mypy_cache", cache, dirs_exist_ok=True)
     names = [f"reveal_type(vbs.{name})" for name in variable_batch_size.__all__]
     scripts = {
         "right.py": RIGHT,
@@ -173,6 +178,10 @@ def messages(python, tmp_path_factory):
         "names.py": "\n".join(["import variable_batch_size as vbs", *names]),
     }
     return check(python, scripts, tmp_path_factory.mktemp("scripts"), cache)
+
+
+def test_the_package_has_no_type_error(checked):
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_the_wheel_has_every_public_name(python, tmp_path):

@@ -56,6 +56,7 @@ LONGEST = [
     "test_docs_site.py",
     "test_first_minutes.py",
     "test_documentation.py",
+    "test_typing.py",
     "comparison/test_compare.py",
     "promises/test_stopped_at_random.py",
     "integrations/test_transformers.py",
@@ -72,7 +73,6 @@ LONGEST = [
     "planning/test_profile_recorded.py",
     "test_reproduce.py",
     "runs/test_sharded_state.py",
-    "test_typing.py",
     "promises/test_same_bits_on_any_number_of_cores.py",
 ]
 
