@@ -232,7 +232,7 @@ def _has_form(module: nn.Module, form: _Form) -> bool:
     size = (2, trial.weight.numel(), 3) if kind == "groups" else (2, 3, *shape)
     x, dy = (torch.randn(size, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     try:
-        with torch.enable_grad():  # type: ignore[no-untyped-call]
+        with torch.enable_grad():
             (gradient,) = torch.autograd.grad(trial(x), [trial.weight.requires_grad_()], dy)
     except Exception:  # another kind of input
         return False

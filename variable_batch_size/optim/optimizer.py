@@ -487,7 +487,7 @@ class CustomOptimizer(OptimizerProxy):
     def _run(self, closure: Any) -> Any:
         if not callable(closure):
             raise ValueError(f"`closure` must be a function, got {closure!r}: pass a weight as step(weight=…)")
-        with torch.enable_grad():  # type: ignore[no-untyped-call]
+        with torch.enable_grad():
             return closure()
 
     def _drop_minibatch(self) -> None:

@@ -304,7 +304,7 @@ def _is_costly(p: torch.Tensor) -> bool:
     return is_dtensor(p) or p.device.type == "xla"
 
 
-@torch.enable_grad()  # type: ignore[no-untyped-call]
+@torch.enable_grad()
 def _hooked(parameters: Iterable[torch.Tensor]) -> set[torch.Tensor]:
     """The parameters whose AccumulateGrad node something keeps alive, as the reducer of DDP does for its hooks.
 
