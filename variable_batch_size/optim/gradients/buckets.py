@@ -241,8 +241,8 @@ class BucketAccumulator(GradientAccumulator):
             self._fixed_point.agree_on_scale(taken, self.communicator)
             self._release_minibatches()
         self._sum_held_norms()
-        if self._has_sums:  # a group may have been added within the step: have space for its numbers
-            self._ensure_buckets(self._buckets.parameters)
+        if self._has_sums and self.communicator.num_replicas > 1:
+            self._ensure_buckets(self._buckets.parameters)  # with space for the numbers of a group added in the step
         factor, fixed_point, buckets = self._factor(plan), self._fixed_point, self._wide or self._buckets
         if not self._has_sums:
             self._scale_single(factor * self._inverse_weight())
