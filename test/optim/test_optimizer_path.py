@@ -1,5 +1,6 @@
 """The Python cost of step(): calls and files in the path of a gradient, in the simplest run."""
 
+import gc
 import sys
 from itertools import islice
 
@@ -28,11 +29,13 @@ def calls_of(function):
         elif event == "return" and frame in inner:
             inner.clear()
 
+    gc.disable()  # finalizers and callbacks of what other tests have left are calls, too
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return found
 
 
