@@ -27,7 +27,7 @@ demo: EXTRAS = demo
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/demo.py $(CORES)
 
-# more workers than cores: some wait for other processes; a test checks the types meanwhile, which takes one core for long
+# more workers than cores: some wait for other processes; types are checked by a test, as mypy alone uses one core
 test: style browser
 	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 

@@ -120,27 +120,38 @@ def test_squared_norms_of_minibatches_are_averaged_over_cores_for_each_group(kin
         assert numbers.is_finite
 
 
-@pytest.mark.parametrize("weights", [None, 2.0])
-def test_no_norm_is_lost_if_a_parameter_moves_to_a_new_group_within_a_step(weights):
-    minibatches, mean = [[[1, 2], [3, 4]], [[5, 12]]], StepPlan(3)
+@pytest.mark.parametrize("weight", [None, 2.0])
+@pytest.mark.parametrize(
+    ("of_second_core", "expected", "norms_by_group"),
+    [
+        # the first minibatches as they were then: ((1² + 2²) + 3² + 5²)/3 and (4² + 12²)/3; of the means 3 and 6
+        ([[5, 12]], [3.0, 6.0], [Norms(13.0, 9.0), Norms(160 / 3, 36.0)]),
+        # ((1² + 2²) + 3² + (5² + 12²) + 3²)/4 and (4² + 2²)/4; of the means 3 and 5
+        ([[5, 12], [3, 2]], [3.0, 5.0], [Norms(48.0, 9.0), Norms(5.0, 25.0)]),
+    ],
+)
+def test_no_norm_is_lost_if_a_parameter_moves_to_a_new_group_within_a_step(
+    weight, of_second_core, expected, norms_by_group
+):
+    minibatches = [[[1, 2], [3, 4]], of_second_core]
+    mean = StepPlan(sum(map(len, minibatches)))
 
     def run(core):
         parameters, inner = optimizer_of()
         gradients = BucketAccumulator(inner, core, measures=True)
         own = minibatches[core.rank]
         for number, values in enumerate(own):
-            if values == own[-1]:  # on the first core within the step, on the second before
+            if number + 1 == len(own):  # within the step; on a core with one minibatch before it
                 inner.add_param_group({"params": [inner.param_groups[0]["params"].pop()]})
             for p, value in zip(parameters, values, strict=True):
-                p.grad = torch.full_like(p, value * (weights or 1))
-            gradients.accumulate(mean._replace(is_last=number + 1 == len(own)), weights)
+                p.grad = torch.full_like(p, value * (weight or 1))
+            gradients.accumulate(mean._replace(is_last=number + 1 == len(own)), weight)
         norms = gradients.reduce(mean).measure().norms
         return values_of(parameters), norms
 
     for values, norms in run_on(2, run):
-        assert values == pytest.approx([3.0, 6.0])
-        # the first minibatch as it was then: ((1² + 2²) + 3² + 5²)/3 and (4² + 12²)/3; of the means 3 and 6
-        assert norms == [pytest.approx(pair) for pair in (Norms(13.0, 9.0), Norms(160 / 3, 36.0))]
+        assert values == pytest.approx(expected)
+        assert norms == [pytest.approx(pair) for pair in norms_by_group]
 
 
 def test_norms_of_low_precision_gradients_are_reduced_in_float32():
