@@ -21,6 +21,12 @@ RUNS = {
     "not read": ("sgd", "one core", {}),
     "refused": ("sgd", "some", {}),
 }
+# where an XLA device decides what becomes of a step
+ON_DEVICE = {
+    "on device": ("sgd", "one core", {"rule": "adascale"}),
+    "on device, refused": ("sgd", "some", {"rule": "adascale"}),
+    "on device, weights, refused": ("sgd", "some, weights", {"rule": "adascale"}),
+}
 BACKENDS = [("gloo", 1), ("gloo", 2), ("gloo", 3), ("threads", 1), ("threads", 3)]
 XLA = [
     *(pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 2)),
@@ -33,7 +39,7 @@ def results_on(run_on):
     @functools.cache
     def run(backend, cores):
         if backend != "threads":
-            return run_on(backend, cores, missing_gradients.train_all, backend, RUNS)
+            return run_on(backend, cores, missing_gradients.train_all, backend, RUNS | ON_DEVICE)
         here = threading.local()
 
         def train(core):
@@ -66,7 +72,22 @@ def test_steps_that_deviate_where_the_host_reads_nothing_are_refused_on_every_co
 
 
 @pytest.mark.parametrize(("backend", "cores"), BACKENDS[:3])
-def test_elsewhere_they_are_right(results_on, backend, cores):
+def test_elsewhere_their_weights_are_correct(results_on, backend, cores):
     for results in results_on(backend, cores):
         weights, _ = results["refused"]
         torch.testing.assert_close(weights, missing_gradients.expected("sgd", "some"), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("backend", "cores"), XLA[1:])
+@pytest.mark.parametrize("name", ["on device, refused", "on device, weights, refused"])
+def test_steps_that_deviate_where_the_device_decides_are_refused_on_every_core(results_on, backend, cores, name):
+    for results in results_on(backend, cores):
+        assert "had a gradient in some steps of the epoch" in results[name]
+
+
+@pytest.mark.parametrize(("backend", "cores"), XLA)
+def test_where_the_device_decides_the_weights_are_those_of_the_host(results_on, backend, cores):
+    expected, _ = results_on("gloo", 1)[0]["on device"]
+    for results in results_on(backend, cores):
+        weights, _ = results["on device"]
+        torch.testing.assert_close(weights, expected, rtol=2e-4, atol=2e-5)

@@ -167,7 +167,8 @@ def test_the_number_of_xla_graphs_does_not_grow_with_the_trace(results_on, cores
     # a core may already be in the next run: the first one to read the counter has read it before that
     first = min(result[name]["graphs_before"] for result in results_on("xla", cores))
     last = min(log[-1]["graphs"] for log in logs)
-    assert last - first <= 5
+    # a rule that measures has one more, and on several cores one in which they agree on the gradients that exist
+    assert last - first <= (6 if name == "adascale" and cores > 1 else 5)
     if name == "sgd":
         assert last - first >= 3  # the counter works; later runs may find their graphs compiled
     log = min(logs, key=lambda log: log[-1]["graphs"])

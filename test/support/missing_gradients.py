@@ -20,7 +20,7 @@ OPTIMIZERS = {
 
 
 class Layers(nn.Module):
-    """A sum of layers, of which some are used; the last one never is."""
+    """A sum of layers, some of which are used; the last one never is."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ def samples():
 def used_in(sample, missing):
     """The layers that the minibatch of a sample uses: "some", by chance; "one core", none in a few minibatches."""
     chosen = torch.Generator().manual_seed(int(sample))
-    if missing == "some":
+    if missing in ("some", "some, weights"):
         return [layer for layer in range(3) if torch.rand((), generator=chosen) < 0.5]
     return [] if missing == "one core" and int(sample) in left_out() else [0, 1, 2]
 
@@ -64,6 +64,8 @@ def left_out():
 
 def weight_of(sample, missing):
     """The weight of the minibatch of a sample: with "weights", 0 for all minibatches of every third step."""
+    if missing == "some, weights":
+        return 1.0
     if missing != "weights":
         return None
     return 0.0 if step_of()[int(sample)] % 3 == 1 else 1.0 + int(sample) % 3
@@ -84,7 +86,8 @@ def train(device, inner, missing, options, **core):
     """The weights after an epoch on the cores of a backend, and the number of steps; an error as text."""
     model, x = Layers().to(device), samples()
     sampler = vbs.CustomSampler(dataset_size=len(x), trace=SIZES, minibatch_size=MINIBATCH, seed=5, **core)
-    optimizer = vbs.LinearRuleOptimizer(OPTIMIZERS[inner](model.parameters()), sampler, ref_batchsize=4, **options)
+    inner_optimizer, options = OPTIMIZERS[inner](model.parameters()), {"rule": "linear", **options}
+    optimizer = vbs.Optimizer(inner_optimizer, sampler, ref_batchsize=4, **options)
     try:
         for indices in sampler:
             used, weight = used_in(indices[0], missing), weight_of(indices[0], missing)

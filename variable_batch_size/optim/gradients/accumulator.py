@@ -201,13 +201,14 @@ class GradientAccumulator(ABC):
         divisors: Divisors | None = None,  # of gradients, before they are measured; None to divide none
         sums_gradients: bool = False,  # whether the gradient is n times the mean, for rules that sum gradients
         is_read: bool = False,  # whether the host measures the gradient of every step before the update
+        stays_on_device: bool = False,  # whether it measures none, as the device decides what becomes of a step
         model: torch.nn.Module | None = None,  # whose weights must be the same on all ranks
         norm_layers: NormLayers | None = None,  # whose samples' gradients are measured
         own_norms: OwnNorms | None = None,  # which measure the minibatches' gradients instead
     ) -> None:
         self.inner, self.communicator = inner, communicator
         self.divisors, self.sums_gradients = divisors, sums_gradients
-        self._measures, self._is_read = measures, is_read or measures
+        self._measures, self._is_read, self._stays_on_device = measures, is_read or measures, stays_on_device
         self._is_weighted = False  # whether the minibatches of this step have weights
         self._has_checked_weights = False
         self._model, self.norm_layers, self.own_norms = model, norm_layers, own_norms

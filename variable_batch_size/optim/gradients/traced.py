@@ -220,7 +220,7 @@ class TracedAccumulator(GradientAccumulator):
         trainable = [p.requires_grad for p in self._known()]
         if self.communicator.num_replicas == 1:
             self._agreed = [p in self._present for p in self._known()]
-        elif self._is_read or self._is_weighted:
+        elif not self._stays_on_device and (self._is_read or self._is_weighted):
             self._agreed = [True] * len(trainable)  # until the numbers of the step are read, before the update
         elif self._agreed is None or trainable != self._trainable:
             self.check_presence()
