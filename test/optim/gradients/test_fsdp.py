@@ -48,6 +48,21 @@ def with_an_added_group(spread):
     return sharded_models.state_of(model), [optimizer.gain(group=group) for group in range(2)]
 
 
+def with_a_moved_parameter(spread):
+    """A parameter moves to the other group after the first step, and its gain with it."""
+    model, sampler = parts(spread)
+    *rest, last = model.parameters()
+    inner = sharded_models.sgd([{"params": rest}, {"params": [last]}])
+    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=8, model=model)
+
+    def move():
+        if optimizer.steps_done == 1:
+            inner.param_groups[1]["params"].append(inner.param_groups[0]["params"].pop(0))
+
+    run(model, sampler, optimizer, move)
+    return sharded_models.state_of(model), [optimizer.gain(group=group) for group in range(2)]
+
+
 def with_another_optimizer_before(spread):
     """An earlier optimizer is abandoned in the middle of a step, before a padding minibatch, and stays alive."""
     model, sampler = parts(spread, trace=[12, 20])
@@ -217,6 +232,7 @@ def measured_in_lots(spread):
 
 CASES = {
     "added": with_an_added_group,
+    "moved": with_a_moved_parameter,
     "before": with_another_optimizer_before,
     "dropped": dropped,
     "frozen": frozen_for_a_while,

@@ -44,7 +44,7 @@ class FSDPAccumulator(GradientAccumulator):
     _num_seen: dict[torch.nn.Parameter, int]  # how many gradients its hook has seen
     _held: list[tuple[torch.nn.Parameter, torch.Tensor]]  # local gradients that are not measured yet
     _num_held: int  # elements of these
-    _norms: list[dict[int, list[torch.Tensor]]]  # of local gradients, by group and by how many ranks have the same
+    _norms: list[tuple[torch.nn.Parameter, torch.Tensor]]  # of local gradients
     _squares: torch.Tensor | None  # of the norms of the step's gradient, for each group, if they are measured
 
     def __init__(
@@ -79,7 +79,6 @@ class FSDPAccumulator(GradientAccumulator):
             raise ValueError(f"`reduce_scatter_once` does not support fully_shard of torch {torch.__version__}")
 
     def rebuild(self) -> None:
-        self._groups = {p: number for number, group in enumerate(self.inner.param_groups) for p in group["params"]}
         self._modules: list[Any] = self._wrappers.fsdp
         inner = {id(part) for module in self._modules for part in module.modules() if part is not module}
         for hook in self._hooks:
@@ -171,8 +170,7 @@ class FSDPAccumulator(GradientAccumulator):
     def _measure_held(self) -> None:
         """Measure several gradients together, as each alone takes longer on the host than on the device."""
         norms = norms_of([local for _, local in self._held], like=self._like)
-        for (p, _), norm in zip(self._held, norms, strict=True):
-            self._norms[self._groups[p]].setdefault(self._replicas[p], []).append(norm)
+        self._norms += zip((p for p, _ in self._held), norms, strict=True)
         self._held, self._num_held = [], 0
 
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
@@ -229,7 +227,13 @@ class FSDPAccumulator(GradientAccumulator):
         """This rank's share of the squared norm of the minibatch, for each group."""
         self._measure_held()
         zero, squares = self._squared_norm([]), []
-        for by_replicas in self._norms:
+        groups = {p: number for number, group in enumerate(self.inner.param_groups) for p in group["params"]}
+        # of each group, by how many ranks have the same gradient
+        of_groups: list[dict[int, list[torch.Tensor]]] = [{} for _ in self.inner.param_groups]
+        for p, norm in self._norms:
+            if p in groups:
+                of_groups[groups[p]].setdefault(self._replicas[p], []).append(norm)
+        for by_replicas in of_groups:
             parts = [torch.stack(norms).to(zero).square().sum() / num for num, norms in by_replicas.items()]
             squares.append(torch.stack(parts).sum() if parts else zero)
         if self.norm_layers is not None:
@@ -239,7 +243,7 @@ class FSDPAccumulator(GradientAccumulator):
 
     def _reset_minibatch(self) -> None:
         self._num_seen, self._held, self._num_held = {}, [], 0
-        self._norms = [{} for _ in self.inner.param_groups]
+        self._norms = []
         self.inverse_scale = None
         super().zero_grad()
 
