@@ -81,7 +81,7 @@ def install(extra: str) -> str:
 
 
 def import_extra(module: str, needs: str, extra: str) -> Any:
-    """Import a module of an extra; the ImportError of a missing package has what needs it, and how to install it."""
+    """Import a module of an extra; the ImportError of a missing package names what needs it, and how to install it."""
     with imported_extra(module.partition(".")[0], needs, extra):
         return importlib.import_module(module)
 
@@ -110,7 +110,7 @@ def refuse(place: str, rule: str, value: Any) -> NoReturn:
 
 
 def given_ref_batchsize(ref_batchsize: int | None, ref_batch_size: int | None) -> int:
-    """The one that was passed of two spellings."""
+    """The value that was passed under one of two spellings."""
     if ref_batchsize is not None and ref_batch_size is not None:
         raise ValueError("`ref_batchsize` and `ref_batch_size` are the same: pass one of them")
     given = ref_batch_size if ref_batchsize is None else ref_batchsize

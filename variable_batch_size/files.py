@@ -11,7 +11,7 @@ LOG, EXECUTED, DECISIONS = "log.jsonl", "executed.csv", "decisions.jsonl"  # in 
 
 
 def numbered_lines(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
-    """The lines of a table, with their numbers from 1, without blank ones and comments after ``#``."""
+    """The lines of a table, with their numbers from 1, without blank lines and ``#`` comments."""
     lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
 

@@ -15,7 +15,7 @@ _EXTRAS = {"s3fs": "s3", "gcsfs": "gs"}  # of this package, by the package that 
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL of a remote file or directory, as ``s3://bucket/run``, and not a path on this machine."""
+    """Whether a path is a URL of a remote file or directory, such as ``s3://bucket/run``, not one on this machine."""
     text = os.fspath(path)
     if not isinstance(path, str) and _BROKEN_URL.match(text):
         raise ValueError(f'pass remote URLs as str, because pathlib turns "://" into ":/", got {path!r}')

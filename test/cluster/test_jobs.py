@@ -50,15 +50,15 @@ def other(name, checkpoint):
         (JOB.replace("train.py", "none.py"), r"\[\[job\]\] 1: script: must be an existing file, got .*none.py"),
         (JOB + "min_cores = 0\n", r"\[\[job\]\] 1: `min_cores` must be a positive integer, got 0"),
         (JOB + "min_cores = 3\nmax_cores = 2\n", "max_cores: must be at least min_cores, which is 3, got 2"),
-        (JOB + 'max_cores = "2"\n', "max_cores: must not be a text, got '2'"),
-        (JOB + "args = [1]\n", "args: must be a list of texts"),
+        (JOB + 'max_cores = "2"\n', "max_cores: must not be a string, got '2'"),
+        (JOB + "args = [1]\n", "args: must be a list of strings"),
         (JOB + "arrives = -1\n", "`arrives` must be a non-negative number, got -1"),
-        (JOB.replace('"a"', '"a/b"', 1), "name: must have letters, digits"),
-        (JOB + JOB, "jobs must have a name each, but a and a have a"),
-        (JOB + other("b", "./runs/../runs/a"), "jobs must have a checkpoint each, but b and a have .*runs/a"),
+        (JOB.replace('"a"', '"a/b"', 1), "name: must have only letters, digits"),
+        (JOB + JOB, "each job must have its own name, but a and a have a"),
+        (JOB + other("b", "./runs/../runs/a"), "each job must have its own checkpoint, but b and a have .*runs/a"),
         (
             other("a", "s3://x/y/") + other("b", "s3://x/y"),
-            "jobs must have a checkpoint each, but b and a have s3://x/y",
+            "each job must have its own checkpoint, but b and a have s3://x/y",
         ),
         ('[pool]\npolicy = "best"\n' + JOB, r"\[pool\]: `policy` must be one of 'goodput', .*, got 'best'"),
         ("[pool]\npower = 2\n" + JOB, r"\[pool\]: `power` must be from -10 to 1, got 2"),
@@ -70,7 +70,7 @@ def other(name, checkpoint):
         ("[pool]\nhorizon_seconds = inf\n" + JOB, "`horizon_seconds` must be a positive number, got inf"),
         (JOB.replace("runs/a", ""), "checkpoint: must be a directory or URL, got ''"),
         (JOB + "min_cores = true\n", "`min_cores` must be a positive integer, got True"),
-        (JOB + "environment = {RANK = 1}\n", "environment: must be a table of texts"),
+        (JOB + "environment = {RANK = 1}\n", "environment: must be a table of strings"),
         ("job = 3\n", r"the file must have a \[\[job\]\], got none"),
         ("pool = 3\n" + JOB, r"\[pool\]: must be a table, got 3"),
         ("[pool]\ninterval_seconds = 0\n" + JOB, "`interval_seconds` must be a positive number, got 0"),
@@ -82,7 +82,7 @@ def test_mistakes_are_refused_with_their_place(read, text, message):
 
 
 def test_a_path_and_its_url_are_one_checkpoint_and_marks_of_editors_are_skipped(read, tmp_path):
-    with pytest.raises(ValueError, match="jobs must have a checkpoint each, but b and a have"):
+    with pytest.raises(ValueError, match="each job must have its own checkpoint, but b and a have"):
         read(JOB + other("b", f"file://{tmp_path}/runs/a"))
     assert read("\ufeff" + JOB)[1][0].name == "a"
     (tmp_path / "jobs.toml").write_bytes(JOB.encode("utf-16"))

@@ -1,4 +1,4 @@
-"""vbs cluster run: real jobs on this machine's cores, killed, failing and arriving; decisions with made jobs."""
+"""vbs cluster run: real jobs on this machine's cores, killed, failing and arriving; decisions with fake jobs."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def args(*more):
     return f"args = {json.dumps(['--checkpoint', '{checkpoint}', *more])}"
 
 
-# ------------------------------------------------------------------------------------------------ with made processes
+# ------------------------------------------------------------------------------------------------ with fake processes
 
 
 class MadeGroup:
@@ -72,7 +72,7 @@ class MadePool:
 
 @pytest.fixture
 def made(tmp_path):
-    """A pool of four made cores with a clock, and its jobs."""
+    """A pool of four fake cores with a clock, and its jobs."""
     now = [0.0]
 
     def make(pool, *jobs, nodes=(4,)):
@@ -98,7 +98,7 @@ def hint(folder, name, **values):
     (folder / name / HINTS).write_text(json.dumps(hints.as_dict()))
 
 
-def test_a_job_begins_with_twice_its_fewest_cores_at_most_and_grows_as_its_hints_know_more(made, tmp_path):
+def test_a_job_begins_with_at_most_twice_its_minimum_of_cores_and_grows_as_its_hints_cover_more(made, tmp_path):
     run, tick = made("interval_seconds = 10", ("a", ""))
     tick()
     (job,), pool = run.jobs, run.pool
@@ -220,7 +220,7 @@ def test_a_job_that_ends_as_if_it_was_stopped_but_was_not_is_given_up_in_the_end
     assert run.jobs[0].state == "failed" and run.jobs[0].starts == 11
 
 
-def test_a_job_waits_for_more_cores_than_there_are_by_its_hints_and_tells_it(made, tmp_path):
+def test_a_job_whose_hints_require_more_cores_than_there_are_waits_and_shows_why(made, tmp_path):
     hint(tmp_path, "a", min_cores=5, max_cores=5, goodput=(0.0,) * 4 + (1.0,), throughput=(0.0,) * 4 + (1.0,))
     run, tick = made("interval_seconds = 1", ("a", ""), ("b", "max_cores = 1"))
     tick()
@@ -281,20 +281,20 @@ def test_a_job_with_the_checkpoint_of_one_that_has_not_ended_does_not_arrive(mad
         tick()
 
     rename(1)
-    assert "job b must have a checkpoint of its own, got that of a" in caplog.text and len(run.jobs) == 1
+    assert "job b must have its own checkpoint, got that of job a" in caplog.text and len(run.jobs) == 1
     run.pool.started[0].codes = (0,)
     tick()
     rename(2)
     assert [job.spec.name for job in run.jobs] == ["a", "b"]
 
 
-def test_other_settings_of_a_job_that_has_arrived_are_told_to_be_without_effect(made, tmp_path, caplog):
+def test_changed_settings_of_a_job_that_has_arrived_are_reported_and_have_no_effect(made, tmp_path, caplog):
     run, tick = made("", ("a", ""))
     tick()
     written(tmp_path, "", ("a", "max_cores = 1"))
     os.utime(run.path, ns=(1, 1))
     tick()
-    assert "job a keeps the settings with which it has arrived" in caplog.text
+    assert "job a keeps the settings that it arrived with" in caplog.text
 
 
 def test_jobs_that_are_added_to_the_file_arrive_and_a_mistake_in_it_changes_nothing(made, tmp_path, caplog):
@@ -312,7 +312,7 @@ def test_jobs_that_are_added_to_the_file_arrive_and_a_mistake_in_it_changes_noth
     assert [job.state for job in run.jobs] == ["running", "running"]
 
 
-def test_a_truncated_hints_file_is_told_and_the_job_goes_on(made, tmp_path):
+def test_a_truncated_hints_file_is_reported_and_the_job_continues(made, tmp_path):
     run, tick = made("interval_seconds = 1", ("a", ""))
     tick()
     hint(tmp_path, "a")
@@ -433,7 +433,7 @@ def test_a_killed_job_resumes_and_a_stop_lets_jobs_save_for_the_next_pool(ended)
     assert (folder / "a" / "weights.pt").exists()
 
 
-def test_a_hopeless_job_is_given_up_with_its_log(ended):
+def test_a_job_that_keeps_failing_is_given_up_with_its_log(ended):
     _, _, has_completed, (_, hopeless) = ended
     assert not has_completed and hopeless["state"] == "failed" and hopeless["starts"] == 2
     assert "it fails on purpose" in Path(hopeless["log"]).read_text()

@@ -141,8 +141,8 @@ def test_plan_of_a_token_budget_shows_padding_and_shapes(run):
     [
         ("", 2, "required: --dataset-size, --minibatch-size, --cores (or --lengths and --tokens, for a token budget)"),
         ("--lengths lengths.txt", 2, "the following arguments are required: --tokens, --cores\n"),
-        ("--cores 2 --lengths a.npy --tokens 16 --dataset-size 4", 2, "--tokens are instead of --dataset-size"),
-        ("--cores 2 --lengths a.npy --tokens 16 --tokens-per-sample 4", 2, "--tokens are instead of --tokens-per-sam"),
+        ("--cores 2 --lengths a.npy --tokens 16 --dataset-size 4", 2, "--tokens replace --dataset-size"),
+        ("--cores 2 --lengths a.npy --tokens 16 --tokens-per-sample 4", 2, "--tokens replace --tokens-per-sam"),
         (
             "--cores 2 --lengths lengths.txt --tokens 16",
             1,
@@ -237,7 +237,7 @@ def test_missing_file_is_reported(run):
         ("vbs make", "the following arguments are required: KIND"),
         ("vbs convert x.csv", "required: --samples-per-device, --minibatch-size, --when-empty, --round"),
         (CONVERT, "required: --seconds-per-minibatch, --seconds-per-allreduce (or --seconds-per-step)"),
-        (f"{CONVERT} --seconds-per-step 1 --seconds-per-minibatch 1", "--seconds-per-step is instead of"),
+        (f"{CONVERT} --seconds-per-step 1 --seconds-per-minibatch 1", "--seconds-per-step replaces"),
     ],
 )
 def test_invalid_command_line_has_its_own_exit_code(run, command, message):

@@ -164,21 +164,21 @@ def test_a_rule_whose_losses_explode_is_not_recommended_although_they_differ_muc
     [
         ("--sizes 8:32", "diverging", "the training at the reference batch size 8 must lower the test loss, got "),
         ("--sizes 8:32", "huge", "the gradient noise of adascale at 32, .* is nan: the squared norms"),
-        ("--sizes 8:8", "made", "the trace must leave the reference batch size 8, but it has no other within 2,560"),
-        ("--trace same.csv", "made", "the trace must leave the reference batch size 8, but it has no other within"),
+        ("--sizes 8:8", "made", "the trace must have batch sizes other than the reference 8 within 2,560"),
+        ("--trace same.csv", "made", "the trace must have batch sizes other than the reference 8 within"),
         ("--sizes 8:512", "made", "a branch at batch size 512 must have at least 2,048 samples, .*, got 128: train on"),
         ("--sizes 16:32", "made", "--sizes must start with the reference batch size 8, got '16:32'"),
         ("--sizes 32:8", "made", "--sizes must be two batch sizes in ascending order, as in 128:4096, got '32:8'"),
         ("--sizes many", "made", "--sizes must be two batch sizes in ascending order, .*, got 'many'"),
         ("--sizes 8:1024", "made", "1024"),
-        ("--sizes 8:32 --seeds 1", "made", "--seeds must be at least 2, because one has no interval, got 1"),
+        ("--sizes 8:32 --seeds 1", "made", "--seeds must be at least 2, because a single .*, got 1"),
         ("--sizes 8:32 --first-seed -1", "made", "--first-seed must not be negative, got -1"),
         ("--sizes 8:32 --budget 0", "made", "`budget` must be a positive number, got 0.0"),
         ("--trace late.csv --samples 1M", "made", "late.csv has only 2816 samples, got --samples 1000000"),
         ("--sizes 8:32 --executor mine.py:executor", "made", "--jobs has no effect with --executor"),
     ],
 )
-def test_bad_input_has_a_clear_sentence(text, function, message, recommend):
+def test_bad_input_is_refused_with_a_clear_sentence(text, function, message, recommend):
     code, output, errors = recommend(text, function=function)
     assert (code, output) == (1, "")
     assert re.search(f"^vbs: .*{message}", errors.replace("\r", "\n"), re.MULTILINE), errors

@@ -206,7 +206,7 @@ def test_simulate_accepts_recorded_devices_and_the_noise_of_a_log(run):
     [
         (
             "--noise x --cores 2",
-            "--noise must be the log of a run, a CSV file, a positive number, or as 128:500 one for",
+            "--noise must be the log of a run, a CSV file, a positive number, or one for a batch size, as in",
         ),
         ("100 --noise 5 --cores 2", "`policy` must be a multiple of 32 (the minibatch size), got 100"),
         ("512 --dataset-size 300 --noise 5 --cores 2", "`policy` must be at most 288 (the capacity of an epoch), got"),
@@ -311,7 +311,7 @@ def test_advise_on_one_core_has_no_guess(run, monkeypatch):
     [
         ("digits --price -1", 1, "vbs: `price` must be a non-negative number, got -1.0"),
         ("digits --max-cores 0", 2, "argument --max-cores: expected at least 1, got 0"),
-        ("digits --seeds 1", 1, "vbs: --seeds must be at least 2, because one has no interval, got 1"),
+        ("digits --seeds 1", 1, "vbs: --seeds must be at least 2, because a single seed gives no interval, got 1"),
         ("digit", 1, "vbs: `workload` must be digits, mnist or module:function, got 'digit': did you mean digits?"),
         ("cifar", 1, "vbs: `workload` must be digits, mnist or module:function, got 'cifar'"),
     ],
@@ -378,7 +378,7 @@ SIMULATE_256 = "vbs simulate 256 --minibatch-size 32 --ref-batchsize 128 --sampl
 def test_simulate_places_cores_on_machines(run):
     Path("across.csv").write_text(ACROSS)
     code, _, err = run(f"{SIMULATE_256} --profile across.csv --noise 128 --cores 8")
-    where = "across.csv has times on several machines, but 8 cores no placement: set `cores_per_machine`"
+    where = "across.csv has times on several machines, but the placement of 8 cores is unknown: set `cores_per_machine`"
     assert (code, err.startswith(f"vbs: {where}")) == (1, True)
     # 150 updates, as above: of 50 ms on two machines
     code, out, err = run(f"{SIMULATE_256} --profile across.csv --noise 128 --cores 8 --cores-per-machine 4 --out out")
@@ -397,8 +397,8 @@ def test_simulate_says_how_far_the_noise_is_extrapolated(run):
         [
             "vbs: warning: the noise was measured for 50 of 200 steps at the reference batch size, and is assumed to "
             "stay as it was at the end of these",
-            "vbs: warning: the noise was measured at batch size 128, and used at 256: beyond, it is assumed to be as "
-            "at the nearest one measured",
+            "vbs: warning: the noise was measured at batch size 128, and used at 256: beyond, it is assumed to be "
+            "that at the nearest measured one",
         ],
     )
     Path("old.jsonl").write_text('{"progress": 0, "noise_scale": 100}\n{"progress": 900, "noise_scale": 100}\n')

@@ -1,4 +1,4 @@
-"""vbs watch, in a process of its own: it serves runs that grow, and ends with Ctrl-C."""
+"""vbs watch, in a separate process: it serves runs that grow, and ends with Ctrl-C."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def test_it_serves_growing_runs_until_it_is_interrupted(tmp_path):
         assert process.wait() == 0
 
 
-def test_what_is_no_directory_is_refused(tmp_path, capsys):
+def test_a_path_that_is_not_a_directory_is_refused(tmp_path, capsys):
     file = tmp_path / "log.jsonl"
     file.touch()
     for run, problem in [(tmp_path / "nothing", "does not exist: start the run first"), (file, "is not one")]:
@@ -55,7 +55,7 @@ def test_what_is_no_directory_is_refused(tmp_path, capsys):
 def test_a_port_that_is_taken_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("variable_batch_size.watch.server.Server.server_bind", _refuse)
     assert main(["watch", str(tmp_path), "--port", "9"]) == 1
-    assert "--host 127.0.0.1 --port 9 cannot be served on: taken" in capsys.readouterr().err
+    assert "cannot serve on --host 127.0.0.1 --port 9: taken" in capsys.readouterr().err
 
 
 def _refuse(server):
@@ -82,13 +82,13 @@ def test_wrong_options_are_refused(tmp_path, options):
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ({"samples": "1T"}, r"the rest must have at most 300,000 steps, to be forecast here, got 15,624,999,440"),
+        ({"samples": "1T"}, r"the rest must have at most 300,000 steps to be forecast here, got 15,624,999,440"),
         ({"samples": "10M", "policies": "16"}, "must have at most 300,000 steps"),
         ({"samples": "100K", "price": "x"}, "`price` must be a number, got 'x'"),
         ({}, "`samples` must be given"),
     ],
 )
-def test_a_form_that_cannot_be_answered_is_refused(query, message):
+def test_an_invalid_form_is_refused(query, message):
     with pytest.raises(ValueError, match=message):
         answer_forecast(str(RECORDED), query)
 

@@ -37,7 +37,7 @@ def submitted(*rows):
     return [Submitted(f"job {number}", time, name, 2, 1) for number, (time, name) in enumerate(rows)]
 
 
-def test_completion_times_of_first_come_are_those_by_hand(tmp_path):
+def test_completion_times_of_first_come_first_served_by_hand(tmp_path):
     applications = hinted(tmp_path, short=((1.0, 1.5), 30.0), long=((1.0, 2.0), 80.0))
     jobs = submitted((0.0, "long"), (10.0, "short"))
     found = simulate_cluster(jobs, applications, [2], policy="fifo", interval_seconds=10.0)
@@ -60,7 +60,7 @@ def test_resized_jobs_lose_the_time_of_a_restart(tmp_path):
     assert [cores for _, _, cores in long.spans] == [2, 1, 2]
 
 
-def test_a_job_that_has_not_run_yet_begins_with_twice_its_fewest_cores_at_most(tmp_path):
+def test_a_job_that_has_not_run_yet_begins_with_at_most_twice_its_minimum_of_cores(tmp_path):
     speeds = (1.0, 2.0, 3.0, 4.0)
     (run,) = simulate_cluster(
         submitted((0.0, "a")), hinted(tmp_path, a=(speeds, 100.0)), [4], interval_seconds=10.0
@@ -81,9 +81,9 @@ def test_jobs_that_need_several_cores_are_simulated_with_them(tmp_path):
 def test_a_run_that_was_slower_before_is_simulated_at_its_mean_speed(tmp_path):
     known = {"cores": 1, "min_cores": 1, "max_cores": 2, "goodput": (4.0, 6.0), "throughput": (4.0, 6.0)}
     ended = vbs.policies.Hints(**known, progress=100.0, progress_goal=100.0, seconds=(20.0, 20.0), restart_seconds=1.0)
-    # 20 s on one core and 20 s on two, which would have brought 200 at the speeds of its end
+    # 20 s on one core and 20 s on two, a progress of 200 at the speeds at its end
     assert (ended.mean_speed(1), ended.mean_speed(2)) == (2.0, 3.0)
-    half = replace(ended, progress=50.0, seconds=(25.0, 0.0))  # 25 s, and 12.5 more at the speed of now
+    half = replace(ended, progress=50.0, seconds=(25.0, 0.0))  # 25 s, and 12.5 more at the current speed
     assert half.mean_speed(1) == pytest.approx(100 / 37.5)
     for hints in (replace(ended, seconds=None), replace(ended, progress=0.0, seconds=(1.0, 0.0))):
         assert hints.mean_speed(1) == 4.0

@@ -39,7 +39,7 @@ def cut(name, share, directory):
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("name", STEPS)
-def test_the_rest_takes_what_it_then_took_to_ten_percent(name, share, tmp_path):
+def test_forecast_of_the_rest_is_within_ten_percent(name, share, tmp_path):
     _, seconds, samples = recorded(name)
     directory, done = cut(name, share, tmp_path)
     trace = Trace.of(TRACES[name]) if name in TRACES else None
@@ -80,7 +80,7 @@ def test_other_choices_end_at_the_same_progress(tmp_path):
     assert large.samples > small.samples
 
 
-def test_more_cores_are_as_fast_and_a_restart_takes_time(tmp_path):
+def test_more_cores_divide_the_time_and_a_restart_adds_to_it(tmp_path):
     run = RunSoFar.read(cut("constant", 0.5, tmp_path)[0])
     given = {"samples": 100_000, "cores": [1, 2, 4], "restart_seconds": 60.0}
     (_, one), (_, two), (_, four) = forecast(run, {}, **given)
@@ -145,7 +145,7 @@ def test_a_restart_on_other_cores_counts_for_a_trace(tmp_path):
         ("noise_scale", [1], r"must be a number, got \[1\]"),
     ],
 )
-def test_records_with_other_than_numbers_are_refused(tmp_path, name, value, rule):
+def test_records_with_values_that_are_not_numbers_are_refused(tmp_path, name, value, rule):
     directory, _ = cut("autoscale", 0.5, tmp_path)
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     lines[29] = json.dumps({**json.loads(lines[29]), name: value})
@@ -204,7 +204,7 @@ def test_the_command_prints_the_forecast(tmp_path, capsys):
     rows = [line for line in out.splitlines() if line.startswith(("64 ", "autoscale:"))]
     assert len(rows) == 6
     assert main(["simulate", "64", *options, "--noise", "500"]) == 1
-    assert "--noise is not for --from" in capsys.readouterr().err
+    assert "--noise cannot be used with --from" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["simulate", "64", "--samples", "100K"])
     assert "--profile, --noise, --minibatch-size, --ref-batchsize, --cores (or --from)" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_the_fit_predicts_numbers_of_cores_that_were_not_measured(seed):
 def test_fit_of_a_single_row():
     fitted = vbs.planning.fit_throughput([Measured(1, 1, 32, 0.5, 0.5)])
     assert fitted.accumulating(32) == pytest.approx(0.5, rel=1e-3)
-    assert fitted.accumulating(64) == pytest.approx(0.75, rel=1e-3)  # half of it is taken for constant
+    assert fitted.accumulating(64) == pytest.approx(0.75, rel=1e-3)  # half of it is assumed constant
 
 
 def test_noise_curve_of_a_log(tmp_path):
@@ -99,7 +99,7 @@ def test_noise_curve_of_a_log(tmp_path):
     assert vbs.planning.NoiseCurve.read(log).noise_scales == [10.0]  # samples, of 80 tokens each
     log.write_text('{"progress": 1.0}\n')
     with pytest.raises(
-        ValueError, match="the log must have records with a noise scale, as of runs with AdaScale, got no"
+        ValueError, match="the log must have records with a noise scale, as in runs with AdaScale, got no"
     ):
         vbs.planning.NoiseCurve.read(log)
     log.write_text('{"progress": 1.0, "noise_scale": 5.0}\n{"progress": 2.0, "noi')  # what a crash has left

@@ -195,7 +195,8 @@ def test_steps_on_four_machines_take_the_recorded_time(minibatch):
     alone = on_machines(16, minibatch, 16, extrapolates=True)
     assert alone.seconds / alone.updates < 0.7 * known
     with pytest.raises(
-        ValueError, match=r"bert_placements.csv has times on several machines, but 16 cores no placement: set"
+        ValueError,
+        match=r"bert_placements.csv has times on several machines, but the placement of 16 cores is unknown: set",
     ):
         on_machines(16, minibatch, None)
 

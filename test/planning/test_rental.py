@@ -210,7 +210,7 @@ def test_invalid_rentals_are_rejected():
         rent("cheapest", max_price=-1)
 
 
-def test_rates_are_those_of_batch_sizes_from_the_reference_on():
+def test_rates_are_for_batch_sizes_of_at_least_the_reference():
     # without noise a step is worth 1, and has 4 minibatches: 4 s on one core, 1 + 1.15 on two, 1.3 on four
     given = {"minibatch_size": 32, "ref_batchsize": 128, "progress": 100, "price": 36.0}
     run = vbs.planning.simulate(

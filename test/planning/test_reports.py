@@ -153,5 +153,5 @@ def test_report_of_a_plan_in_lockstep():
         (1000 * 86_400, "1,000 d"),
     ],
 )
-def test_durations_have_the_units_of_people(seconds, text):
+def test_durations_have_readable_units(seconds, text):
     assert duration(seconds) == text

@@ -135,7 +135,7 @@ def test_extrapolation_must_be_enabled():
     assert within.seconds > 0
 
 
-def test_the_cost_has_no_negative_price():
+def test_a_negative_price_is_rejected_in_the_cost():
     for price in (-0.5, math.nan, math.inf):
         with pytest.raises(ValueError, match=rf"`price` must be a non-negative number, got {price}"):
             simulate(fixed(128), price=price)
@@ -203,7 +203,7 @@ def test_cores_are_on_as_few_machines_as_possible():
     assert {(4, 2), (2, 1)} == set(seen)
     for unknown in (vbs.planning.Availability.of_recording(counts), vbs.planning.Availability.constant(2)):
         with pytest.raises(
-            ValueError, match=r"no placement: set `cores_per_machine` .--cores-per-machine., which determines how"
+            ValueError, match=r"is unknown: set `cores_per_machine` .--cores-per-machine., which determines how"
         ):
             simulate(fixed(128), profile=vbs.planning.Profile(rows), availability=unknown)
     alone = simulate(fixed(128), profile=vbs.planning.Profile(rows), cores=1)  # there is one way to place one core

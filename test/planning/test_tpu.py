@@ -1,4 +1,4 @@
-"""What the TPU compiler tells: read, summed up and cached, without the compiler."""
+"""The output of the TPU compiler: read, summed up and cached, without the compiler."""
 
 import configparser
 import json
@@ -273,7 +273,7 @@ def test_records_of_the_compiler_become_programs(tmp_path):
     programs = compile_programs([], "v5e:2x2", python=str(python), cache=tmp_path)
     assert (programs.devices, programs.programs) == (4, [Program(**RECORD)])
     (tmp_path / "out").write_text('{"refused": "no such mesh"}\n')
-    with pytest.raises(ValueError, match="libtpu does not know the topology 'v5e:3x3': no such mesh"):
+    with pytest.raises(ValueError, match="libtpu does not support the topology 'v5e:3x3': no such mesh"):
         compile_programs([], "v5e:3x3", python=str(python), cache=tmp_path)
 
 

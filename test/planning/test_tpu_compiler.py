@@ -166,4 +166,4 @@ def test_command_explains_what_is_wrong_with_a_script(command, function, message
 def test_command_refuses_a_mesh_that_libtpu_does_not_know_before_it_trains(command):
     status, _, err = command("train", "--topology", "v5e:3x5")
     assert status
-    assert "libtpu does not know the topology 'v5e:3x5'" in err
+    assert "libtpu does not support the topology 'v5e:3x5'" in err

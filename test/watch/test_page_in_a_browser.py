@@ -1,4 +1,4 @@
-"""The page of vbs watch in a real browser: it draws runs that grow, at any width, and nothing in them can attack it."""
+"""The page of vbs watch in a real browser: it draws growing runs at any width, and nothing in them can attack it."""
 
 import json
 import time
@@ -94,7 +94,7 @@ def test_page_draws_growing_runs_at_any_width_without_errors_or_network(browser,
         }
 
 
-def test_a_run_that_ends_and_a_server_that_ends_are_said(browser, tmp_path):
+def test_the_end_of_a_run_and_of_the_server_are_shown(browser, tmp_path):
     (write_log(tmp_path, range(1, 11)) / "run.lock").write_text("{}")  # of no process
     with browser(DESKTOP) as driver:
         with serving(tmp_path) as server:

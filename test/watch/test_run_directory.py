@@ -1,4 +1,4 @@
-"""WatchedRun: what the files of a run say about it."""
+"""WatchedRun: what the files of a run show about it."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def test_a_run_without_a_lock_is_suspected_to_have_ended_after_a_while(tmp_path)
     assert (shown(run)["state"], shown(run)["why"]) == ("stopped", "no record for 10 min: it has ended or died")
 
 
-def test_the_lock_tells_whether_a_run_goes_on_has_stopped_or_died(tmp_path):
+def test_the_lock_shows_whether_a_run_is_running_has_stopped_or_died(tmp_path):
     write_log(tmp_path, range(1, 5))
     (tmp_path / "executed.csv").write_text("step,batchsize\n0,64\n")
     run = WatchedRun(str(tmp_path))
@@ -147,7 +147,7 @@ def test_a_long_log_is_shown_at_once_and_read_completely_afterwards(tmp_path, mo
 
 
 @pytest.mark.parametrize("strange", [{"lr": [0.1, 0.2]}, {"cores": 10**400}, {"loss": "<b>"}, {"gain": {}}])
-def test_strange_records_are_gaps_and_the_others_are_shown(tmp_path, strange):
+def test_invalid_records_are_gaps_and_the_others_are_shown(tmp_path, strange):
     lines = [line(1), line(2, **strange), line(3, **strange), "[" * 100_000 + "\n", line(4)]
     (tmp_path / "log.jsonl").write_text("".join(lines))
     (tmp_path / "executed.csv").write_text(f"step,batchsize\n0,64\n1,{'9' * 5000}\n1,64\n")

@@ -41,7 +41,7 @@ def test_buckets_have_the_mean_the_extremes_and_the_last_position_of_their_recor
     assert series.num_records == number
 
 
-def test_missing_and_strange_values_are_gaps():
+def test_missing_and_invalid_values_are_gaps():
     series = Series()
     series.add([record(1), record(2, loss=None, lr="fast"), record(3, gain=True, noise_scale=[1], cores=10**400)])
     series.add([{"step": 4, "accuracy": 0.9}])  # not of a step
@@ -82,7 +82,7 @@ def test_a_log_that_grows_has_the_columns_of_one_that_is_read_at_once(part):
         np.testing.assert_allclose(grown.columns()[name], values, rtol=1e-12, err_msg=name)
 
 
-def test_lines_that_are_no_records_are_left_out():
+def test_lines_that_are_not_records_are_left_out():
     assert parsed([b'{"a": 1}', b"{", b"[]", b'"<b>"', b"", b'{"b": 2}', b"\xff"]) == [{"a": 1}, {"b": 2}]
     assert parsed([b'{"a": 1', b'"b": 2}', b"[" * 100_000]) == []
     assert parsed([b'{"a": 1}', b'{"b": 2}']) == [{"a": 1}, {"b": 2}]

@@ -79,7 +79,7 @@ def test_data_are_sent_once_for_each_version(server, runs):
         assert get(server, f"/data?seen={seen}")[0] == 200
 
 
-def test_addresses_that_are_none_are_refused(server, capfd):
+def test_invalid_addresses_are_refused(server, capfd):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
     connection.putrequest("GET", "http://[/", skip_host=True)
     connection.putheader("Host", "localhost")
@@ -96,7 +96,7 @@ def test_the_page_of_an_earlier_server_gets_the_data_of_this_one(runs):
             seen.append(json.loads(get(server, f"/data?seen={seen[-1] if seen else ''}")[1])["version"])
 
 
-def test_a_store_that_does_not_answer_is_said_and_stops_no_other_run(tmp_path, monkeypatch):
+def test_a_store_that_does_not_answer_is_reported_and_stops_no_other_run(tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "_LONGEST_LOOK", 0.1)
     answers, files = threading.Event(), fsspec.filesystem("memory")
     files.pipe_file(f"{tmp_path}/log.jsonl", line(1).encode())
@@ -125,7 +125,7 @@ def test_a_store_that_does_not_answer_is_said_and_stops_no_other_run(tmp_path, m
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_reader_that_has_failed_is_said(tmp_path, monkeypatch):
+def test_a_reader_that_has_failed_is_reported(tmp_path, monkeypatch):
     def fail():
         raise RuntimeError("a bug")
 

@@ -47,19 +47,19 @@ class PoolSpec:
     """The ``[pool]`` of the file."""
 
     policy: str = "goodput"  # or fifo, equal, shortest
-    power: float = -1.0  # of the speed-ups
+    power: float = -1.0  # the exponent of the speed-ups
     interval_seconds: float = 30.0  # between decisions; a job that arrives or ends causes one too
     horizon_seconds: float = 600.0  # within which a restart must pay off
     failures: int = 3  # in a row, without a new checkpoint, after which a job is given up
     backoff_seconds: float = 2.0  # after the first failure, then twice as long each time
     price_per_core_hour: float | None = None  # with `worth_per_core_hour`, suggests the size of the pool
-    worth_per_core_hour: float | None = None  # of what a job does in an hour on one core
+    worth_per_core_hour: float | None = None  # the worth of what a job does in an hour on one core
     max_nodes: int = 16  # of a suggestion
     request_nodes: bool = False  # whether to pass the suggestion to Ray's autoscaler
 
 
 def read_cluster(path: str | os.PathLike[str]) -> tuple[PoolSpec, list[JobSpec]]:
-    """Read the file; script and checkpoint are relative to it."""
+    """Read the file; scripts and checkpoints are relative to its directory."""
     name = os.fspath(path)
     toml = import_extra("tomllib" if sys.version_info >= (3, 11) else "tomli", "reading TOML needs tomli", "cluster")
     try:
@@ -78,7 +78,9 @@ def read_cluster(path: str | os.PathLike[str]) -> tuple[PoolSpec, list[JobSpec]]
         for spec in specs:
             value = getattr(spec, key)
             if value in seen:
-                raise ValueError(f"{name}: jobs must have a {key} each, but {spec.name} and {seen[value]} have {value}")
+                raise ValueError(
+                    f"{name}: each job must have its own {key}, but {spec.name} and {seen[value]} have {value}"
+                )
             seen[value] = spec.name
     return pool, specs
 
@@ -96,7 +98,7 @@ def _made(kind: Any, values: Any, place: str) -> Any:
     _check_names(values, tuple(one.name for one in fields(kind)), place)
     for one in fields(kind):
         if one.name in values and isinstance(values[one.name], str) != (one.type is str):
-            rule = "must be a text" if one.type is str else "must not be a text"
+            rule = "must be a string" if one.type is str else "must not be a string"
             refuse(f"{place}: {one.name}", rule, repr(values[one.name]))
     try:
         return kind(**values)
@@ -108,16 +110,16 @@ def _made(kind: Any, values: Any, place: str) -> Any:
 def _job(values: Any, place: str, folder: Path) -> JobSpec:
     spec = _made(JobSpec, values, place)
     if not re.fullmatch(r"[\w.-]+", spec.name):
-        refuse(f"{place}: name", "must have letters, digits, '.', '_' and '-' only", repr(spec.name))
+        refuse(f"{place}: name", "must have only letters, digits, '.', '_' and '-'", repr(spec.name))
     with _at(place):
         check_positive(min_cores=spec.min_cores, **({} if spec.max_cores is None else {"max_cores": spec.max_cores}))
         check_not_negative_number(arrives=spec.arrives)
     if spec.max_cores is not None and spec.max_cores < spec.min_cores:
         refuse(f"{place}: max_cores", f"must be at least min_cores, which is {spec.min_cores}", spec.max_cores)
     if not isinstance(spec.args, list | tuple) or not all(isinstance(one, str) for one in spec.args):
-        refuse(f"{place}: args", "must be a list of texts", repr(spec.args))
+        refuse(f"{place}: args", "must be a list of strings", repr(spec.args))
     if not isinstance(spec.environment, dict) or not all(isinstance(one, str) for one in spec.environment.values()):
-        refuse(f"{place}: environment", "must be a table of texts", repr(spec.environment))
+        refuse(f"{place}: environment", "must be a table of strings", repr(spec.environment))
     script = (folder / spec.script).resolve()
     if not script.is_file():
         refuse(f"{place}: script", "must be an existing file", script)
@@ -148,7 +150,7 @@ def _check_pool(pool: PoolSpec, place: str) -> None:
 
 @contextmanager
 def _at(place: str) -> Iterator[None]:
-    """Add a place to an error."""
+    """Prefix an error with a place."""
     try:
         yield
     except (ValueError, TypeError) as error:

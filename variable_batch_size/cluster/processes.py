@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from variable_batch_size.checks import check_positive
 
 STOPPED = 75  # vbs.EXIT_STOPPED, which imports torch
-# a process that outlives the one that has started it would continue to write checkpoints; exec keeps the setting
+# a process that outlives its parent would continue to write checkpoints; exec keeps the setting
 _WRAPPER = """
 import ctypes, os, signal, sys
 try:
@@ -96,7 +96,7 @@ class Processes:
                 process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End all processes; there is no poll after it."""
+        """Kill all processes. `poll` must not be called afterwards."""
         self._end_all()
         self._output.close()
 
@@ -111,7 +111,7 @@ class Processes:
 
 
 class Group(Protocol):
-    """A job that runs."""
+    """A running job."""
 
     def poll(self) -> Polled: ...
 
@@ -124,15 +124,15 @@ class Pool(Protocol):
     """Cores on nodes."""
 
     def nodes(self) -> dict[str, int]:
-        """The cores of each node that is there now, by its name."""
+        """The cores of each node that is available now, by its name."""
         ...
 
     def start(self, command: Command, where: Mapping[str, int]) -> Group:
-        """Start a job on so many cores of each of these nodes."""
+        """Start a job on these numbers of cores, by the names of the nodes."""
         ...
 
     def request(self, num_nodes: int, node_cores: int) -> None:
-        """Ask for so many nodes in all."""
+        """Request this many nodes in total."""
         ...
 
     def close(self) -> None: ...
@@ -162,6 +162,6 @@ class LocalPool:
 
 
 def kill_quietly(group: Group) -> None:
-    """Kill what may have gone already."""
+    """Kill a job that may have ended already."""
     with contextlib.suppress(Exception):
         group.kill()

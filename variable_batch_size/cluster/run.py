@@ -1,7 +1,8 @@
 """run: keeps the jobs of a pool running, each on the cores that the allocation gives it.
 
-A job is resized by the signal that saves (exit code 75) and is started again on its new cores, from its checkpoint. A
-job that fails is started again after a while, and is given up when it fails repeatedly without a new checkpoint.
+To resize a job, a signal makes it save and exit (exit code 75), and it is started again on its new cores, from its
+checkpoint. A job that fails is started again after a while, and is given up when it fails repeatedly without a new
+checkpoint.
 """
 
 import logging
@@ -32,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 EXPECTED, WAITING, RUNNING, STOPPING, DONE, FAILED = "expected", "waiting", "running", "stopping", "done", "failed"
-_SIGTERM = -15  # before the script listens for it
+_SIGTERM = -15  # the exit code if the script does not handle the signal yet
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_STOP = 120.0
 _MOST_SHOWN = 100
-_KILLS_OF_A_FAILURE = 10  # the fault of a machine, more often than that of a script
+_KILLS_OF_A_FAILURE = 10  # times as many as errors: most kills are the fault of a machine, not of a script
 _RESTART_SECONDS = 10.0  # until it is measured
 
 
@@ -54,7 +55,7 @@ class Managed:
     failures: int = 0  # in a row
     starts: int = 0
     kills: int = 0  # ends by a signal, or with a lost worker
-    why: str = ""  # of its cores
+    why: str = ""  # the reason for its cores
     problem: str = ""  # the latest
     hints: Hints | None = None
     group: Group | None = None
@@ -74,7 +75,7 @@ class Managed:
         return self.hints is not None and self.hints.goodput is not None
 
     def newest(self) -> str:
-        """The name of its newest checkpoint; that of its start if the directory cannot be read."""
+        """The name of its newest checkpoint; if the directory cannot be read, the one that it was started from."""
         try:
             names = file_names(self.spec.checkpoint)
         except OSError as error:
@@ -86,13 +87,13 @@ class Managed:
         try:
             if HINTS in file_names(self.spec.checkpoint):
                 found = Hints.read(f"{self.spec.checkpoint}/{HINTS}")
-                if found.goodput is not None or not self.is_measured:  # else what is known remains
+                if found.goodput is not None or not self.is_measured:  # otherwise keep what is known
                     self.hints = found
         except (OSError, ValueError) as error:  # the run writes them again
             self.problem = str(error)
 
     def as_job(self, num_cores: int, now: float, *, explores: bool) -> Job:
-        """What the allocation sees: with `explores`, only the numbers of cores that its hints know something about."""
+        """What the allocation sees: with `explores`, only the numbers of cores that its hints cover."""
         spec, hints = self.spec, self.hints if self.is_measured else None
         most = min(spec.max_cores or num_cores, max(num_cores, spec.min_cores))
         least, speeds = spec.min_cores, list[float]()
@@ -117,7 +118,7 @@ class Managed:
 
 
 class ClusterRun:
-    """Runs the jobs of a file on a pool until all have ended; jobs that are added to the file arrive."""
+    """Runs the jobs of a file on a pool until all have ended; jobs that are added to the file are run as well."""
 
     def __init__(
         self, path: Path, pool: Pool, out: Path, *, clock: Callable[[], float] = time.monotonic, command: str = ""
@@ -142,7 +143,7 @@ class ClusterRun:
         return self._clock() - self._began
 
     def run(self) -> bool:
-        """Until all jobs have ended; whether all have completed."""
+        """Run until all jobs have ended, and return whether all have completed."""
         try:
             while not all(job.state in (DONE, FAILED) for job in self.jobs):
                 self.tick()
@@ -158,7 +159,7 @@ class ClusterRun:
         return all(job.state == DONE for job in self.jobs)
 
     def stop(self) -> None:
-        """Let all jobs save and exit; the same file resumes them."""
+        """Let all jobs save and exit; a run of the same file resumes them."""
         for job in self.jobs:
             self._request_stop(job)
         while any(job.group is not None for job in self.jobs):
@@ -166,7 +167,7 @@ class ClusterRun:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def tick(self) -> None:
-        """Look after all jobs, decide if it is time, and start and stop jobs."""
+        """Poll all jobs, decide if it is time, and start and stop jobs."""
         self._read_again()
         for job in self.jobs:
             if job.state == EXPECTED and self.now >= job.spec.arrives:
@@ -182,7 +183,7 @@ class ClusterRun:
                 self._start(job, self._wanted[job.spec.name])
 
     def _read_again(self) -> None:
-        """Add the jobs that the file has now in addition; a mistake in it is logged and changes nothing."""
+        """Add the jobs that are new in the file; a mistake in the file is logged and changes nothing."""
         try:
             version = self.path.stat().st_mtime_ns
             if version == self._version:
@@ -196,18 +197,18 @@ class ClusterRun:
             self.jobs += [Managed(spec) for spec in added]
             for spec in specs:
                 if spec != known.get(spec.name, spec):
-                    logger.warning("job %s keeps the settings with which it has arrived", spec.name)
+                    logger.warning("job %s keeps the settings that it arrived with", spec.name)
         except (OSError, ValueError) as error:
             if not isinstance(error, FileNotFoundError):  # an editor may be about to replace it
                 logger.warning("no jobs were added: %s", error)
 
     def _check(self, spec: JobSpec) -> None:
-        """Reject a job that needs more cores than there are, or has the checkpoint of one that has not ended."""
+        """Reject a job that needs more cores than there are, or has the checkpoint of a job that has not ended."""
         job = Job(name=spec.name, speeds=[1.0] * spec.min_cores, min_cores=spec.min_cores)
         check_fits([job], list(self.pool.nodes().values()))
         for other in (one for one in self.jobs if one.spec is not spec and one.state not in (DONE, FAILED)):
             if other.spec.checkpoint == spec.checkpoint:
-                raise ValueError(f"job {spec.name} must have a checkpoint of its own, got that of {other.spec.name}")
+                raise ValueError(f"job {spec.name} must have its own checkpoint, got that of job {other.spec.name}")
 
     # ------------------------------------------------------------------------------------------------------ decisions
 
@@ -235,7 +236,7 @@ class ClusterRun:
         self._write()
 
     def _place(self, here: Sequence[Managed], found: Allocation) -> None:
-        """Choose nodes for the cores of each job; jobs stay where they are if others fit."""
+        """Choose nodes for the cores of each job; jobs stay where they are if the others still fit."""
         names = list(self._nodes)
         present = {
             job.spec.name: {names.index(node): number for node, number in job.where.items()}
@@ -246,7 +247,7 @@ class ClusterRun:
         self._wanted = {job: {names[node]: number for node, number in where.items()} for job, where in placed.items()}
 
     def _suggest(self, here: Sequence[Managed], nodes: Sequence[int]) -> None:
-        """The size of the pool that pays off most, which may be larger than it is."""
+        """Suggest the size of the pool that pays off most, which may be larger than the present one."""
         price, worth, most = self.spec.price_per_core_hour, self.spec.worth_per_core_hour, self.spec.max_nodes
         if price is None or worth is None or not nodes:
             return
@@ -287,11 +288,11 @@ class ClusterRun:
             job.spans[-1][1] = self.now
             if not job.is_measured and not is_url(job.spec.checkpoint):
                 job.read_hints()
-                self._is_due |= job.is_measured  # what it is worth is known from now on
+                self._is_due |= job.is_measured  # its goodput is known from now on
             if polled.codes is not None or polled.is_lost:
                 self._end(job, polled)
             elif job.state == STOPPING and self.now > job.stop_by:
-                self._end(job, Polled(None, is_lost=True), f"has not stopped within {_SECONDS_TO_STOP:g} s")
+                self._end(job, Polled(None, is_lost=True), f"did not stop within {_SECONDS_TO_STOP:g} s")
 
     def _end(self, job: Managed, polled: Polled, problem: str = "") -> None:
         """Set the state of a job by how its processes ended; kill those that still run."""
@@ -336,7 +337,7 @@ class ClusterRun:
                 file.write(output)
 
     def state(self) -> dict[str, Any]:
-        """All that status and the page show."""
+        """Everything that ``vbs cluster status`` and the page show."""
         names = ("state", "cores", "arrived", "ended", "failures", "starts", "kills", "why", "problem", "spans")
         return {
             "file": str(self.path),
@@ -364,7 +365,7 @@ class ClusterRun:
 
 
 def _fits(job: Job, nodes: Sequence[int]) -> bool:
-    """Whether the nodes that are there now have room for it: one may have left."""
+    """Whether the present nodes have room for it: a node may have left."""
     sizes = [size for node, number in Counter(nodes).items() for size in slots(node, number)]
     return max(sizes, default=0) >= job.min_cores
 

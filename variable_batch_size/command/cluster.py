@@ -1,4 +1,4 @@
-"""``vbs cluster``: simulate several jobs on one pool of cores, run them, and see how they are."""
+"""``vbs cluster``: simulate several jobs on one pool of cores, run them, and show their state."""
 
 import argparse
 import logging
@@ -27,30 +27,31 @@ def nodes(text: str) -> list[int]:
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True, dest="action")
-    simulate = actions.add_parser("simulate", **described("simulate jobs that arrive, over recorded times and noise"))
+    simulate = actions.add_parser("simulate", **described("simulate arriving jobs, with recorded times and noise"))
     add = simulate.add_argument
     add("jobs", metavar="JOBS", nargs="+", help="CSV files: name, time, application, num_replicas, batch_size")
     add("--nodes", type=nodes, required=True, metavar="NxC", help="nodes and the cores of each, as in 16x4")
-    help = "with a folder for each application: files of the Pollux artifact, or a hints.json (default: that of JOBS)"
+    help = "has a folder for each application: files of the Pollux artifact, or a hints.json (default: where JOBS is)"
     add("--profiles", metavar="DIR", help=help)
     help = f"one of {', '.join(cluster.POLICIES)}; may be repeated (default: goodput, fifo, equal, shortest)"
     add("--policy", action="append", choices=list(cluster.POLICIES), metavar="POLICY", help=help)
     add("--interval-seconds", type=float, default=60.0, metavar="T", help="between decisions (default: 60)")
-    add("--restart-seconds", type=float, default=30.0, metavar="T", help="of a job that is resized (default: 30)")
-    add("--power", type=float, default=-1.0, metavar="P", help="of the speed-ups; smaller is fairer (default: -1)")
+    add("--restart-seconds", type=float, default=30.0, metavar="T", help="to restart a resized job (default: 30)")
+    help = "exponent of the speed-ups; smaller is fairer (default: -1)"
+    add("--power", type=float, default=-1.0, metavar="P", help=help)
     add("--out", metavar="DIR", help="for a page, the table and all jobs (default: none)")
 
     run = actions.add_parser("run", **described("run the jobs of a TOML file on Ray, and resize them"))
     add = run.add_argument
-    add("jobs", metavar="JOBS.toml", help="the jobs; those that are added later arrive when the file is saved")
+    add("jobs", metavar="JOBS.toml", help="the jobs; jobs that are added later arrive when the file is saved")
     where = run.add_mutually_exclusive_group()
     where.add_argument("--address", metavar="ADDRESS", help="of a Ray cluster (default: a local one)")
     where.add_argument("--local", type=positive, metavar="C", help="use C cores of this machine without Ray")
-    add("--cores", type=positive, metavar="C", help="of a local Ray cluster (default: all of this machine)")
+    add("--cores", type=positive, metavar="C", help="cores of a local Ray cluster (default: all of this machine)")
     add("--out", default="cluster", metavar="DIR", help="for logs, the state and a page (default: cluster)")
 
-    status = actions.add_parser("status", **described("show the jobs of such a pool"))
-    help = "of vbs cluster run (default: cluster)"
+    status = actions.add_parser("status", **described("show the jobs of a pool that vbs cluster run has started"))
+    help = "the --out of vbs cluster run (default: cluster)"
     status.add_argument("out", nargs="?", default="cluster", metavar="DIR", help=help)
 
 
@@ -71,7 +72,7 @@ def _simulate(options: argparse.Namespace) -> None:
         ]
         for outcome in outcomes:
             means[outcome.policy].append(outcome.mean)
-        on = f"on {options.nodes[0]} cores of each of {len(options.nodes)}"
+        on = f"on {len(options.nodes)}x{options.nodes[0]} cores"
         print_text(f"{path}: {reports.counted(len(jobs), 'job')} {on}")
         print_text(reports.as_text(cluster_report.outcomes_table(outcomes)))
         if options.out is not None:
@@ -105,7 +106,7 @@ def _run(options: argparse.Namespace) -> None:
         from variable_batch_size.integrations.ray import RayPool
 
         pool = RayPool(options.address, cores=options.cores)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # jobs save and exit, like after Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # jobs save and exit, as after Ctrl-C
     try:
         run = ClusterRun(Path(options.jobs), pool, Path(options.out), command=options.command)
         has_completed = run.run()

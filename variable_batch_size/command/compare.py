@@ -123,7 +123,7 @@ def _rules(text: str, until: str, on_end: str | None) -> list[str]:
 
 
 def _traces(texts: Iterable[str], largest: int) -> dict[str, Trace | str]:
-    """The traces by the names of their files, and policies, which need a largest batch size, by their text as given."""
+    """The traces by file name, and the policies by their text as given; a policy needs a largest batch size."""
     traces: dict[str, Trace | str] = {}
     for text in texts:
         policy = text.removeprefix(POLICY)

@@ -29,7 +29,7 @@ COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and r
     "advise": ("planning", "measure times and noise, and recommend a number of cores and a batch size"),
     "fit": ("planning", "fit a throughput model to such a profile, to predict other numbers of cores"),
     "cbs": ("planning", "search for the critical batch size with short branches of a run"),
-    "tpu": ("tpu", "compile a training for a TPU that is not there: whether it compiles and fits, and its least time"),
+    "tpu": ("tpu", "compile a training for a TPU without having one: whether it compiles and fits, and its least time"),
     "watch": ("watch", "show the curves of runs on a page, while they train"),
     "cluster": ("cluster", "share a pool of cores among jobs by what each core is worth: simulate, run, status"),
     "simulate": ("planning", "predict the decisions of policies when cores come and go, before renting them"),
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """All commands, with the options of the requested one only, to import no other module."""
+    """All commands, with the options of the requested one only, so that no other module is imported."""
     format: Any = {"epilog": NOTES, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    description = "Traces of a variable batch size: make, convert, check and see them before renting a machine."
+    description = "Make, convert, check and view traces of a variable batch size before renting a machine."
     parser = argparse.ArgumentParser(prog="vbs", description=description, **format)
     parser.add_argument("--version", action="version", version=f"variable_batch_size {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

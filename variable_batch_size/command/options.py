@@ -39,15 +39,16 @@ def add_minibatch(parser: Any, *, required: bool = True) -> None:
 
 
 def described(help: str) -> dict[str, Any]:
-    """The help of a subcommand in the list of them, and as a sentence in its own."""
+    """The help of a subcommand, for the list of subcommands and as a sentence for its own help."""
     return {"help": help, "description": f"{help[0].upper()}{help[1:]}."}
 
 
 def add_training(parser: Any, devices: Sequence[str]) -> None:
     """The options of commands that train a workload many times."""
     add = parser.add_argument
-    add("--jobs", type=positive, metavar="N", help="concurrent runs (default: as many as the CPUs allow; on others 1)")
-    help = "returns a concurrent.futures.Executor, such as that of a cluster, to train instead of this machine"
+    help = "concurrent runs (default: as many as the CPUs allow; 1 on other devices)"
+    add("--jobs", type=positive, metavar="N", help=help)
+    help = "returns a concurrent.futures.Executor that trains instead of this machine, for example on a cluster"
     add("--executor", metavar="FILE.py:FUNCTION", help=help)
     add("--datadir", metavar="DIR", help="the directory of mnist, with torchvision's files")
     add("--lr", type=float, help="learning rate at the reference batch size (default: the workload's)")
@@ -59,7 +60,7 @@ def add_training(parser: Any, devices: Sequence[str]) -> None:
 
 
 def check_training(options: argparse.Namespace, *, cores: int = 1) -> None:
-    """Raise for wrong options of :func:`add_training`; without --jobs, set their number by the cores of each."""
+    """Raise for wrong options of :func:`add_training`; without --jobs, set the number of jobs by the cores of each."""
     if options.lr is not None:
         check_positive_number(lr=options.lr)
     if options.executor and options.jobs:
@@ -70,7 +71,7 @@ def check_training(options: argparse.Namespace, *, cores: int = 1) -> None:
 
 def check_seeds(options: argparse.Namespace) -> None:
     if options.seeds < 2:
-        raise ValueError(f"--seeds must be at least 2, because one has no interval, got {options.seeds}")
+        raise ValueError(f"--seeds must be at least 2, because a single seed gives no interval, got {options.seeds}")
 
 
 @contextmanager
@@ -86,14 +87,14 @@ def interruptible(missing: str) -> Iterator[None]:
 
 def add_recording(parser: Any) -> None:
     add = parser.add_argument
-    help = "the times in CSV or JSON records (default: the first named column, the field 'time')"
+    help = "the column or field of the times (default: the first named column, or the field 'time')"
     add("--time-column", metavar="NAME", help=help)
-    add("--count-column", metavar="NAME", help="the numbers of devices there (default: the other one)")
-    add("--time-unit", choices=TIME_UNITS, help="of times there that are numbers (default: s)")
+    add("--count-column", metavar="NAME", help="the column or field of the numbers of devices (default: the other one)")
+    add("--time-unit", choices=TIME_UNITS, help="unit of times that are numbers (default: s)")
 
 
 def read_recording(path: str, options: argparse.Namespace) -> Recording:
-    """Read a recording with the options of :func:`add_recording`, which errors name in place of the arguments."""
+    """Read a recording with the options of :func:`add_recording`, which errors name instead of the arguments."""
     try:
         return Recording.read(path, **selected(options, *RECORDING))
     except ValueError as error:
@@ -105,7 +106,7 @@ def read_recording(path: str, options: argparse.Namespace) -> Recording:
 
 def add_plot(parser: Any, what: str) -> None:
     parser.add_argument("--plot", metavar="FILE", help=f"also draw {what}, as a .png or .svg file (needs matplotlib)")
-    parser.add_argument("--open", action="store_true", help="open the picture, in a temporary file without --plot")
+    parser.add_argument("--open", action="store_true", help="open the picture; without --plot, it is a temporary file")
 
 
 def draw_picture(options: argparse.Namespace, draw: Callable[[str], None]) -> None:

@@ -62,7 +62,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--rule", action="append", metavar="RULE", help=f"{help} (default: {', '.join(RULES)})")
     help = "the gradient noise scale to assume; adds adascale if no rule measures the noise"
     add("--noise-scale", type=float, metavar="V", help=help)
-    help = "of an unscaled learning rate (default: the first batch size)"
+    help = "batch size of the unscaled learning rate (default: the first batch size)"
     add("--ref-batchsize", type=positive, metavar="B0", help=help)
     add("--checkpoint-every", type=positive, metavar="K", help="also show the position after every K steps")
     add("--json", action="store_true", help="print all numbers as JSON")
@@ -75,9 +75,9 @@ def _add_token_budget(parser: Any) -> None:
     add("--lengths", metavar="FILE", help=help)
     add("--tokens", type=positive, metavar="T", help="the most tokens of a minibatch, padding included")
     add("--packed", action="store_true", help="the samples of a minibatch are packed into one row")
-    help = "the most shapes of minibatches that are padded (default: 32)"
+    help = "the most shapes of padded minibatches (default: 32)"
     add("--max-shapes", type=positive, default=32, metavar="K", help=help)
-    add("--multiple-of", type=positive, default=1, metavar="M", help="of which padded lengths are multiples")
+    add("--multiple-of", type=positive, default=1, metavar="M", help="padded lengths are multiples of M (default: 1)")
     add("--too-long", choices=TOO_LONG, default="raise", help="what happens to longer samples (default: raise)")
 
 
@@ -89,7 +89,7 @@ def _token_plan(options: argparse.Namespace) -> TokenPlan | None:
     require(options, "lengths", "tokens", "cores")
     for name in ("dataset_size", "minibatch_size", "tokens_per_sample"):
         if getattr(options, name) is not None:
-            options.refuse(f"--lengths and --tokens are instead of --{name.replace('_', '-')}")
+            options.refuse(f"--lengths and --tokens replace --{name.replace('_', '-')}")
     how = selected(options, "tokens", "packed", "max_shapes", "multiple_of", "too_long")
     return TokenPlan(read_lengths(options.lengths), **how)
 
@@ -121,12 +121,12 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     named = f"one of {', '.join(POLICIES)}, as in autoscale:max_batch_size=4096,threshold=1.1"
     help = f"a batch size, {named}; {', '.join(RENTALS)}, which also choose the cores, as in by_deadline:hours=9,…"
-    help += "; or file.py:name of a policy, or of a function of the situation"
+    help += "; or file.py:name, a policy or a function of the situation"
     add("policies", nargs="*", metavar="POLICY", help=help)
-    help = "forecast the rest of this run, a directory or URL with its log, instead: with its own times and noise, from"
-    help += " where it is; without a policy, cores or minibatch size, with those that it has"
+    help = "instead, forecast the rest of this run, a directory or URL with its log, with its own times and noise; its"
+    help += " policy, cores and minibatch size are the defaults"
     add("--from", dest="run_so_far", metavar="RUN", help=help)
-    help = "times of minibatches, from vbs profile; with --from, those on other numbers of cores than its own"
+    help = "times of minibatches, from vbs profile; with --from, for numbers of cores other than the run's own"
     add("--profile", metavar="FILE", help=help)
     help = "the log of a run with AdaScale, a CSV file (progress,noise_scale,batch_size), or a constant noise scale"
     help += ", as in 128:500 for batch size 128; may be repeated, for runs at several batch sizes"
@@ -136,20 +136,20 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     cores.add_argument("--cores", type=positive, nargs="+", metavar="C", help=help)
     cores.add_argument("--recording", metavar="FILE", help="recorded devices, as read by vbs convert")
     cores.add_argument("--market", metavar="TRACE", help="a trace of numbers of devices, as from vbs make spot")
-    help = "of machines that are filled one after the other (default: only for profiles of one machine)"
+    help = "cores of a machine; machines are filled one after the other (needed for profiles of several machines)"
     add("--cores-per-machine", type=positive, metavar="K", help=help)
-    add("--seconds-per-row", type=float, default=60.0, metavar="T", help="of such a trace (default: 60)")
+    add("--seconds-per-row", type=float, default=60.0, metavar="T", help="seconds per row of --market (default: 60)")
     add_recording(parser.add_argument_group("the recording"))
     add_minibatch(parser, required=False)
     add("--ref-batchsize", type=positive, metavar="B0", help="batch size of a unit of progress")
-    help = "to train on at B0, or the equivalent progress; with --from, at which the run ends if it stays as it is"
+    help = "samples to train on at B0, or the equivalent progress; with --from, at which the unchanged run ends"
     add("--samples", type=positive, metavar="N", help=help)
-    add("--trace", metavar="TRACE", help="with --from: the trace of the run, whose rest is what it does as it is")
-    help = "with --from: also with this largest batch size, of the run's policy or of autoscale"
+    add("--trace", metavar="TRACE", help="with --from: the trace of the run, which it follows if unchanged")
+    help = "with --from: also simulate the run's policy, or autoscale, with this largest batch size"
     add("--max-batch-size", type=positive, metavar="B", help=help)
     add("--dataset-size", type=positive, metavar="N", help="bounds the batch size (default: no bound)")
-    add("--restart-seconds", type=float, default=0.0, metavar="T", help="of each restart (default: 0)")
-    help = "seconds between checkpoints, if devices leave without notice (default: a signal saves before)"
+    add("--restart-seconds", type=float, default=0.0, metavar="T", help="seconds per restart (default: 0)")
+    help = "seconds between checkpoints, if devices leave without notice (default: a signal lets the run save)"
     add("--checkpoint-seconds", type=float, metavar="T", help=help)
     add("--price", type=float, metavar="P", help="per device-hour (default: no costs)")
     help = "a CSV file of times, as dates or in seconds, and prices per device-hour, repeated after its end"
@@ -177,7 +177,7 @@ def run_simulate(options: argparse.Namespace) -> None:
         options.refuse(f"the following arguments are required: {', '.join(missing)} (or --from)")
     if options.max_batch_size is not None:
         raise ValueError(
-            "--max-batch-size is for --from; otherwise it is a setting, as in autoscale:max_batch_size=512"
+            "--max-batch-size needs --from; otherwise it is a setting of a policy, as in autoscale:max_batch_size=512"
         )
     return _run_simulation(options)
 
@@ -186,7 +186,7 @@ def _run_forecast(options: argparse.Namespace) -> None:
     """Print the forecast of the rest of a run."""
     for name in _NOT_WITH_FROM:
         if getattr(options, name):
-            raise ValueError(f"--{name.replace('_', '-')} is not for --from, got {getattr(options, name)}")
+            raise ValueError(f"--{name.replace('_', '-')} cannot be used with --from, got {getattr(options, name)}")
     run = RunSoFar.read(options.run_so_far, **selected(options, "minibatch_size", "ref_batchsize"))
     others = None if options.profile is None else Profile.read(options.profile, extrapolates=True)
     trace = None if options.trace is None else Trace.of(options.trace)
@@ -230,7 +230,7 @@ def _run_simulation(options: argparse.Namespace) -> None:
         "profile": options.profile,
         "noise": "; ".join([", ".join(options.noise), *doubts]),
         "minibatch": f"{options.minibatch_size} samples",
-        "ends after": f"{options.samples:,} samples at a batch size of {options.ref_batchsize}, or as much worth",
+        "ends after": f"{options.samples:,} samples at a batch size of {options.ref_batchsize}, or that progress",
         "restart": reports.duration(options.restart_seconds),
     }
     if options.prices is not None:
@@ -245,7 +245,7 @@ def _run_simulation(options: argparse.Namespace) -> None:
 
 
 def _policy(text: str) -> Policy | Rental | Callable[[Situation], float]:
-    """A policy or rental by its name and settings, or what ``file.py:name`` is."""
+    """A policy or rental by its name and settings, or the object ``file.py:name``."""
     file, _, name = text.rpartition(":")
     if not file.endswith(".py"):
         return named_policy(text)
@@ -272,7 +272,7 @@ def _noise(text: str) -> NoiseCurve:
         return NoiseCurve.constant(float(scale), batch_size=int(size) if size else None)
     except ValueError:
         if not os.path.exists(text):
-            rule = "the log of a run, a CSV file, a positive number, or as 128:500 one for a batch size"
+            rule = "the log of a run, a CSV file, a positive number, or one for a batch size, as in 128:500"
             raise ValueError(f"--noise must be {rule}, got {text!r}") from None
     return NoiseCurve.read(text)
 
@@ -302,7 +302,7 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=experiment.DEVICES, default="cpu", help="(default: cpu)")
     add("--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)")
-    add("--steps", type=positive, default=20, metavar="N", help="of each kind to time (default: 20)")
+    add("--steps", type=positive, default=20, metavar="N", help="steps of each kind to time (default: 20)")
 
 
 def _add_workload(parser: argparse.ArgumentParser, help: str) -> None:
@@ -343,11 +343,11 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("profile", metavar="FILE", help="a profile written by vbs profile")
     add("--cores", type=positive, nargs="+", metavar="C", help="numbers of cores to predict (default: as measured)")
-    add("--minibatch-size", type=positive, metavar="M", help="to predict (default: the largest one measured)")
-    add("--machines", type=positive, default=1, metavar="N", help="on which the cores are (default: 1)")
+    add("--minibatch-size", type=positive, metavar="M", help="size to predict (default: the largest one measured)")
+    add("--machines", type=positive, default=1, metavar="N", help="machines that the cores are on (default: 1)")
     add("--json", action="store_true", help="print the seven parameters as JSON")
     split = parser.add_argument_group("the best split into minibatches, at most as large as the largest one measured")
-    split.add_argument("--noise-scale", type=float, metavar="V", help="the noise scale, which the split is for")
+    split.add_argument("--noise-scale", type=float, metavar="V", help="the noise scale that the split is for")
     split.add_argument("--ref-batchsize", type=positive, metavar="B0", help="the smallest batch size")
     split.add_argument("--max-batch-size", type=positive, metavar="B", help="the largest batch size")
 
@@ -393,12 +393,12 @@ def _warn(warnings: Iterable[str]) -> None:
 def add_cbs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _add_workload(parser, "what to train on this CPU, as for vbs compare")
-    add("--batch-size", type=positive, metavar="B", help="to start from (default: the workload's)")
-    add("--factors", type=positive, nargs="+", default=[1, 2, 4], metavar="F", help="of it to try (default: 1 2 4)")
+    add("--batch-size", type=positive, metavar="B", help="batch size to start from (default: the workload's)")
+    add("--factors", type=positive, nargs="+", default=[1, 2, 4], metavar="F", help="multiples to try (default: 1 2 4)")
     add("--after", type=positive, required=True, metavar="N", help="samples to train on before the branches")
-    add("--samples", type=positive, required=True, metavar="N", help="of each branch")
-    add("--seeds", type=positive, default=5, metavar="N", help="for the intervals, at least 2 (default: 5)")
-    help = "more samples to the same loss, as a fraction (default: 0.2)"
+    add("--samples", type=positive, required=True, metavar="N", help="samples of each branch")
+    add("--seeds", type=positive, default=5, metavar="N", help="seeds for the intervals, at least 2 (default: 5)")
+    help = "tolerated excess of samples to the same loss, as a fraction (default: 0.2)"
     add("--tolerance", type=float, default=0.2, metavar="T", help=help)
 
 
@@ -434,14 +434,14 @@ def add_advise(parser: argparse.ArgumentParser) -> None:
     _add_workload(parser, "what to train, as for vbs compare")
     add("--max-cores", type=positive, metavar="C", help="cores to choose from (default: those of this machine)")
     add("--price", type=float, metavar="P", help="per device-hour (default: no costs)")
-    help = "to train on at the reference batch size, or the equivalent progress (default: the workload's)"
+    help = "samples to train on at the reference batch size, or the equivalent progress (default: the workload's)"
     add("--samples", type=positive, metavar="N", help=help)
-    help = "to choose from (default: 16 times the reference, at most the data set)"
+    help = "the largest batch size to choose (default: 16 times the reference, at most the data set)"
     add("--max-batch-size", type=positive, metavar="B", help=help)
     _add_measuring(parser)
-    help = "of each seed to measure the noise (default: 500, at most the whole training)"
+    help = "steps of each seed to measure the noise (default: 500, at most the whole training)"
     add("--noise-steps", type=positive, default=500, metavar="N", help=help)
-    add("--seeds", type=positive, default=5, metavar="N", help="of the noise, at least 2 (default: 5)")
+    add("--seeds", type=positive, default=5, metavar="N", help="seeds for the noise, at least 2 (default: 5)")
 
 
 def run_advise(options: argparse.Namespace) -> None:

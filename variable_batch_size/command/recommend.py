@@ -30,14 +30,14 @@ def add_recommend(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--trace", metavar="FILE", help="the trace to train with")
     which.add_argument("--sizes", metavar="B0:B", help="or the reference batch size and the largest one")
-    help = "of the training (default: the workload's, or as many as the trace has)"
+    help = "samples to train on (default: the workload's, or as many as the trace has)"
     add("--samples", type=positive, metavar="N", dest="num_samples", help=help)
-    help = "samples to use, as a fraction of those of a full comparison (default: 0.1)"
+    help = "samples to use, as a fraction of a full comparison (default: 0.1)"
     add("--budget", type=float, default=0.1, metavar="F", help=help)
-    add("--seeds", type=positive, default=3, metavar="N", help="of each branch, at least 2 (default: 3)")
+    add("--seeds", type=positive, default=3, metavar="N", help="seeds of each branch, at least 2 (default: 3)")
     help = "the seeds of the branches are N, N + 1 and so on (default: 0)"
     add("--first-seed", type=int, default=0, metavar="N", help=help)
-    help = "samples for which the reference batch size was chosen, for the second opinion by a power law"
+    help = "samples for which the reference batch size was chosen, for a second opinion by a power law"
     add("--tuned-samples", type=positive, metavar="D", help=help)
     add("--out", default="recommended", metavar="DIR", help="for the branches and the page (default: recommended)")
     add_training(parser, ("cpu", "cuda"))
@@ -94,7 +94,7 @@ def _planned(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _constant_trace(text: str, ref_batchsize: int, num_samples: int) -> Trace:
-    """The largest of two batch sizes as in 128:4096, of which the first is the reference."""
+    """A constant trace of the second of two batch sizes, as in 128:4096; the first is the reference."""
     first, colon, last = text.partition(":")
     try:
         smallest, largest = parse_count(first), parse_count(last)
@@ -104,12 +104,12 @@ def _constant_trace(text: str, ref_batchsize: int, num_samples: int) -> Trace:
         raise ValueError(f"--sizes must be two batch sizes in ascending order, as in 128:4096, got {text!r}")
     if smallest != ref_batchsize:
         rule = f"must start with the reference batch size {ref_batchsize}"
-        raise ValueError(f"--sizes {rule}, got {text!r}: --ref-batchsize states another")
+        raise ValueError(f"--sizes {rule}, got {text!r}: --ref-batchsize sets another one")
     return Trace.from_sequence(np.repeat([largest], -(-num_samples // largest)))
 
 
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Write the settings, or raise if the directory has branches with others."""
+    """Write the settings, or raise if the directory has branches with other settings."""
     if not path.exists():
         write_json(path, settings, indent=2)
         return

@@ -1,4 +1,4 @@
-"""``vbs tpu``: compile the programs of a training for a TPU that is not there."""
+"""``vbs tpu``: compile the programs of a training for a TPU, on a machine without one."""
 
 import argparse
 import json
@@ -16,9 +16,7 @@ _ENVIRONMENT = Path(".venv-tpu/bin/python")
 
 def add_tpu(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    help = (
-        "what to pass to vbs.launch: it trains on a core; without arguments, or with the minibatch size as the only one"
-    )
+    help = "what to pass to vbs.launch: it trains on a core; its only argument, if any, is the minibatch size"
     add("function", metavar="FILE.py:FUNCTION", help=help)
     help = f"the TPU, one of {', '.join(CHIPS)} with its mesh, such as v5e:2x4"
     add("--topology", required=True, metavar="CHIP:MESH", help=help)
@@ -27,7 +25,7 @@ def add_tpu(parser: argparse.ArgumentParser) -> None:
     add_minibatch(parser, required=False)
     help = "also find the largest minibatch that fits, up to this one, in multiples of --minibatch-size (default: 8)"
     add("--largest-minibatch", type=positive, metavar="LIMIT", help=help)
-    help = f"of an environment with jax and libtpu (default: {_ENVIRONMENT} if there is one, else this Python)"
+    help = f"the Python of an environment with jax and libtpu (default: {_ENVIRONMENT} if it exists, else this one)"
     add("--python", metavar="FILE", help=help)
     add("--cache", metavar="DIR", help="for what was compiled (default: ~/.cache/variable_batch_size)")
     add("--json", action="store_true", help="print all numbers as JSON")

@@ -57,7 +57,7 @@ _ARGUMENTS = {  # option, placeholder and help of the arguments of the functions
     "minibatch_size": ("--minibatch-size", "M", "samples per forward and backward pass of one core"),
     "every": ("--every", "K", "steps between two changes"),
     "final": ("--final", "B", "the last batch size"),
-    "factor": ("--factor", "F", "by which each change multiplies"),
+    "factor": ("--factor", "F", "factor of each change"),
     "at_epochs": ("--at", "EPOCH", "numbers of epochs after which the batch size changes"),
     "cap": ("--cap", "B", "the largest batch size"),
     "num_devices": ("--devices", "D", "the largest number of devices"),
@@ -65,9 +65,9 @@ _ARGUMENTS = {  # option, placeholder and help of the arguments of the functions
     "arrive": ("--arrive", "P", "probability per step that a missing device comes back"),
     "leave": ("--leave", "P", "probability per step that a device leaves"),
     "samples_per_device": ("--samples-per-device", "N", "what each device adds to the batch size"),
-    "seed": ("--seed", "S", "of the random generator"),
+    "seed": ("--seed", "S", "seed of the random generator"),
     "stages": ("", "STAGES", "start:size pairs, such as '0:768 250K:1536 500K:3072'"),
-    "unit": ("--unit", None, "of positions and lengths"),
+    "unit": ("--unit", None, "unit of positions and lengths"),
     "until": ("--until", "END", "the end of the trace"),
     "tokens_per_sample": ("--tokens-per-sample", "T", "with --unit tokens: the tokens of a sample"),
     "change": ("--change", None, "begin a stage at the nearest step, or at the first one after, as Megatron-LM does"),
@@ -79,7 +79,7 @@ _DEFAULTS = {  # what it means to omit an option
     "num_steps": "K for each batch size",
     "num_samples": "up to the first step of the last batch size",
     "cap": "no bound",
-    "factor": "the limit of small ones",
+    "factor": "the limit of small factors",
     "tokens_per_sample": "tokens are not counted",
     "change": "nearest",
 }
@@ -96,7 +96,7 @@ def add_make(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_argument(parser: argparse.ArgumentParser, name: str, parameter: inspect.Parameter) -> None:
-    """Add an argument of a function: as an option if it is keyword-only, which is required without a default."""
+    """Add an argument of a function: as an option if it is keyword-only. An option without a default is required."""
     option, metavar, help = _ARGUMENTS[name]
     is_required, kind = parameter.default is parameter.empty, str(parameter.annotation)
     is_text = name in _CHOICES or parameter.annotation is str
@@ -165,7 +165,7 @@ def run_convert(options: argparse.Namespace) -> None:
         require(options, *parts, instead="--seconds-per-step")
         seconds = step_seconds(**selected(options, "samples_per_device", "minibatch_size", *parts))
     elif any(getattr(options, name) is not None for name in parts):
-        options.refuse("--seconds-per-step is instead of --seconds-per-minibatch and --seconds-per-allreduce")
+        options.refuse("--seconds-per-step replaces --seconds-per-minibatch and --seconds-per-allreduce")
     else:
         seconds = options.seconds_per_step
     conversion = convert_recording(
@@ -180,7 +180,7 @@ def run_convert(options: argparse.Namespace) -> None:
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:
-    help = f"trace files, or zoo:NAME; next to an {EXECUTED} of a policy, {DECISIONS} is also shown"
+    help = f"trace files, or zoo:NAME; for an {EXECUTED} of a policy, the {DECISIONS} next to it is also shown"
     parser.add_argument("traces", nargs="+", metavar="TRACE", help=help)
     add_plot(parser, "the traces, or one with its decisions")
 

@@ -24,13 +24,13 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
     help = "directories or URLs of runs, with log.jsonl, executed.csv or decisions.jsonl"
     add("runs", nargs="+", metavar="RUN", help=help)
     goal = parser.add_mutually_exclusive_group()
-    goal.add_argument("--steps", type=positive, metavar="N", help="at which the runs end, for the expected end")
-    goal.add_argument("--samples", type=positive, metavar="N", help="likewise, in samples")
-    goal.add_argument("--tokens", type=positive, metavar="N", help="likewise, in tokens")
-    goal.add_argument("--progress", type=_positive_number, metavar="P", help="likewise, in progress")
-    help = f"the address to serve on; other than {LOOPBACK}, others can see the page if they have its token"
+    goal.add_argument("--steps", type=positive, metavar="N", help="steps at which the runs end, to estimate when")
+    goal.add_argument("--samples", type=positive, metavar="N", help="the same, in samples")
+    goal.add_argument("--tokens", type=positive, metavar="N", help="the same, in tokens")
+    goal.add_argument("--progress", type=_positive_number, metavar="P", help="the same, in progress")
+    help = f"the address to serve on; on any but {LOOPBACK}, others can see the page if they have its token"
     add("--host", default=LOOPBACK, metavar="ADDRESS", help=f"{help} (default: {LOOPBACK})")
-    add("--port", type=_port, metavar="P", help=f"of the page (default: {_PORT}, or a free one)")
+    add("--port", type=_port, metavar="P", help=f"port of the page (default: {_PORT}, or a free one)")
     add("--open", action="store_true", help="open the page in a browser")
 
 
@@ -75,7 +75,7 @@ def _server(watcher: Watcher, options: argparse.Namespace) -> Server:
         try:
             return Server(watcher, answer_forecast, host=options.host, port=port)
         except OSError as error:
-            refusal = OSError(f"--host {options.host} --port {port} cannot be served on: {error}")
+            refusal = OSError(f"cannot serve on --host {options.host} --port {port}: {error}")
     raise refusal
 
 
@@ -84,15 +84,15 @@ def answer_forecast(directory: str, query: Mapping[str, str]) -> Any:
     run = RunSoFar.read(directory)
     counts = {name: parse_count(query[name]) for name in ("samples", "max_batch_size") if query.get(name)}
     if "samples" not in counts:
-        raise ValueError("`samples` must be given: those of the whole run, at which it ends if it stays as it is")
+        raise ValueError("`samples` must be given: the samples of the whole run, at which it ends if unchanged")
     names = query.get("policies", "").split()
     names += [with_largest(run, counts["max_batch_size"])] if "max_batch_size" in counts else []
     policies = {name: named_policy(name) for name in names}
     smallest = min([run.batch_size, *(int(name) for name in names if name.isdecimal() and int(name))])
     if (steps := (counts["samples"] - run.samples) // smallest) > _MOST_STEPS:
-        advice = f"`vbs simulate --from {directory}` has no bound"
+        advice = f"`vbs simulate --from {directory}` has no limit"
         raise ValueError(
-            f"the rest must have at most {_MOST_STEPS:,} steps, to be forecast here, got {steps:,}; {advice}"
+            f"the rest must have at most {_MOST_STEPS:,} steps to be forecast here, got {steps:,}; {advice}"
         )
     cores = list(dict.fromkeys(parse_count(text) for text in query.get("cores", "").split()))
     try:

@@ -1,8 +1,8 @@
 """advise: the number of cores and the batch size to train with, from measured times and measured noise.
 
-On a number of cores, the cost is in proportion to the time, so one batch size is both the fastest and the cheapest. Of
-these, one for each number of cores, the advice is the one with the smallest product of time and cost: a choice that is
-twice as fast is worth twice the cost.
+On a given number of cores, the cost is proportional to the time, so one batch size is both the fastest and the
+cheapest. Among these choices, one for each number of cores, the advice is the one with the smallest product of time and
+cost: a choice that is twice as fast is worth twice the cost.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,7 +69,7 @@ def advise(
         minibatch_size: samples per forward and backward pass of one core.
         ref_batchsize: the smallest batch size, for which the optimizer's settings were chosen.
         num_samples: to train on at `ref_batchsize`; other batch sizes train until the same progress.
-        max_batch_size: the largest batch size; the others are doubles of the smallest.
+        max_batch_size: the largest batch size; the choices are the smallest one, doubled repeatedly.
         price: of a device-hour; None for no costs.
     """
     smallest = -(-ref_batchsize // minibatch_size) * minibatch_size

@@ -2,8 +2,8 @@
 
 An application is a folder with the files of the Pollux artifact (Qiao et al. 2021): ``placements.csv`` and
 ``scalability.csv`` have step times, ``validation-B.csv`` the gradient noise of a run at batch size B, a row per epoch.
-Progress is counted in steps at the smallest of these batch sizes. An optional ``limits.csv`` has other limits. Or it is
-a folder with the ``hints.json`` of a run.
+Progress is counted in steps at the smallest of these batch sizes. An optional ``limits.csv`` has other limits. An
+application may also be a folder with the ``hints.json`` of a run.
 """
 
 import csv
@@ -26,7 +26,7 @@ from variable_batch_size.policies.allocation import ALLOCATIONS, Allocation, Job
 from variable_batch_size.policies.autoscale import gain
 from variable_batch_size.policies.hints import EXPLORED, HINTS, Hints
 
-_SECONDS_OF_NOISE = 10.0  # of a simulated run with one noise scale
+_SECONDS_OF_NOISE = 10.0  # for which a simulated run keeps one noise scale
 _MOST_DEPTH = 64
 
 
@@ -41,13 +41,13 @@ class Submitted(NamedTuple):
 
 
 def read_jobs(path: str | os.PathLike[str]) -> list[Submitted]:
-    """Read a CSV file with the columns name, time, application, num_replicas and batch_size, as of the artifact."""
+    """Read a CSV file with the columns name, time, application, num_replicas and batch_size, as in the artifact."""
     name, found = os.fspath(path), list[Submitted]()
     for line, row in _rows(Path(path), Submitted._fields):
         try:
             job = Submitted(row[0], float(row[1]), row[2], int(row[3]), int(row[4]))
         except ValueError:
-            refuse(f"{name}:{line}", "a job must have a time in seconds and whole numbers after it", ",".join(row))
+            refuse(f"{name}:{line}", "a job must have a time in seconds and two integers as its counts", ",".join(row))
         if not 0 <= job.time < math.inf or job.num_replicas < 1 or job.batch_size < 1:
             refuse(f"{name}:{line}", "times must not be negative, and counts positive", ",".join(row))
         if any(job.name == other.name for other in found):
@@ -57,7 +57,7 @@ def read_jobs(path: str | os.PathLike[str]) -> list[Submitted]:
 
 
 def _rows(path: Path, needed: Sequence[str]) -> list[tuple[int, list[str]]]:
-    """The numbered rows of a CSV file, with these columns, which may be among others."""
+    """The numbered rows of a CSV file, with these columns only; the file may have others."""
     kept = numbered_lines(path)
     head = [cell.strip() for cell in kept[0][1].split(",")] if kept else []
     if not set(needed) <= set(head):
@@ -104,7 +104,7 @@ class Limits(NamedTuple):
 class Application:
     """Recorded times and gradient noise of a training that ends at a progress.
 
-    Each goodput is that of the best minibatch size and accumulation depth, as of a job with Autoscale.
+    Each goodput is for the best minibatch size and accumulation depth, as in a job with Autoscale.
     """
 
     name: str
@@ -204,7 +204,7 @@ class Application:
 
 
 def _mean_rows(rows: Iterable[Measured]) -> tuple[Measured, ...]:
-    """Placements with the same numbers of machines and cores are one."""
+    """The rows, with the means of those that have the same machines, cores and minibatch size."""
     found: dict[tuple[int, int, int], list[Measured]] = {}
     for row in rows:
         found.setdefault(row[:3], []).append(row)
@@ -213,7 +213,7 @@ def _mean_rows(rows: Iterable[Measured]) -> tuple[Measured, ...]:
 
 @dataclass(frozen=True)
 class Hinted:
-    """A run that is known by its hints: from its beginning to its end at its mean speed."""
+    """A run that is known by its hints: it runs from its beginning to its end at its mean speed."""
 
     name: str
     hints: Hints
@@ -300,7 +300,7 @@ class Run:
         return self.application.goal - self.progress
 
     def as_job(self, sizes: Sequence[int], now: float, restart_seconds: float, explores: bool) -> Job:
-        """What an allocation sees; with `explores`, up to twice the cores that it ran on, and nothing before it ran."""
+        """What an allocation sees; with `explores`, up to twice the cores it ran on, but no speeds before it ran."""
         limits, least = self.application.limits, self.application.min_cores
         is_known = bool(self.progress) or not explores
         most = min(limits.max_cores, sizes[-1], EXPLORED * max(self.explored, least) if explores else sizes[-1])
@@ -332,7 +332,7 @@ class Run:
         return restart_seconds if own is None else own
 
     def resize(self, cores: int, now: float, restart_seconds: float) -> None:
-        """Go on with so many cores, after a restart."""
+        """Continue on this many cores, after a restart."""
         if cores:
             self.restart_left = self._restart(restart_seconds)
             self.restarts += bool(self.service)
@@ -417,7 +417,7 @@ def tiresias(jobs: Sequence[Job], nodes: Sequence[int], *, service: Mapping[str,
 
 
 def optimus(jobs: Sequence[Job], nodes: Sequence[int], **_: Any) -> Allocation:
-    """One core for each job, then always to where it saves most of the remaining time (Peng et al. 2018)."""
+    """One core for each job, then each further core where it saves the most remaining time (Peng et al. 2018)."""
     cores = {job.name: 1 for job in jobs[: sum(nodes)]}
     free = sum(nodes) - len(cores)
     while free > 0:
@@ -458,10 +458,10 @@ def simulate_cluster(
         nodes: the cores of each node, all the same.
         policy: one of goodput, fifo, equal, shortest, tiresias and optimus.
         interval_seconds: between two decisions.
-        restart_seconds: of a job whose cores change, unless its hints have another time.
+        restart_seconds: duration of a restart on other cores, unless the hints of a job have another.
         horizon_seconds: within which a restart must pay off; None for ten intervals, or ten restarts if that is longer.
-        power: of the speed-ups, for goodput.
-        seconds_at_most: of the simulated time, after which it raises.
+        power: the exponent of the speed-ups, for goodput.
+        seconds_at_most: simulated seconds after which it raises.
     """
     check_positive_number(interval_seconds=interval_seconds, seconds_at_most=seconds_at_most)
     check_not_negative_number(restart_seconds=restart_seconds)
@@ -497,7 +497,7 @@ def simulate_cluster(
 
 
 class _Shares:
-    """How long each job would take with an equal share of the pool, by how many jobs there were on average."""
+    """How long each job would take with an equal share of the pool, given the mean number of jobs in its time."""
 
     def __init__(self, nodes: Sequence[int], sizes: Sequence[int]) -> None:
         self._num_cores, self._sizes = sum(nodes), sizes
@@ -511,7 +511,7 @@ class _Shares:
             self._jobs[name] = self._jobs.get(name, 0.0) + seconds * len(here)
 
     def seconds(self, run: Run) -> float:
-        """Through the whole training, with the noise at each tenth of it."""
+        """The time of the whole training, with the noise scale in each tenth of it."""
         name, total = run.submitted.name, 0.0
         share = max(1.0, self._num_cores * self._seconds[name] / self._jobs[name])
         application = run.application

@@ -69,7 +69,7 @@ def outcomes_page(outcomes: Sequence[Outcome], *, facts: Mapping[str, str], comm
 
 
 def gantt(jobs: Spans, num_cores: int) -> str:
-    """An SVG chart: a line from the arrival of each job on, and a bar while it has cores, darker with more of them."""
+    """An SVG chart: for each job, a line from its arrival and a bar while it has cores, darker with more cores."""
     jobs = jobs[:_MOST_ROWS]
     first = min((arrived for _, arrived, _ in jobs), default=0.0)
     last = max((span[1] for _, _, spans in jobs for span in spans), default=first + 1.0)

@@ -146,7 +146,7 @@ def _add_legend(panel: Any, **options: Any) -> None:
 def plot_traces(traces: Mapping[str, Trace], path: str | os.PathLike[str]) -> None:
     """Save a figure of traces, by their names, over steps and over samples, as PNG or SVG.
 
-    Of a long trace, it has the batch sizes at 2,000 of its steps.
+    For a long trace, it shows the batch sizes at 2,000 of its steps.
     """
     check_suffix(path)
     figure = new_figure(10, 6)

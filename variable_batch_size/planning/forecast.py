@@ -1,7 +1,8 @@
-"""Forecast: the rest of a run that trains, from its files: with the times and the noise that it has measured so far.
+"""Forecast: the rest of a run, simulated with the times and the noise that its files have so far.
 
-A step with d minibatches on the busiest core takes (d − 1)·a + u seconds, by the medians of the run's own records,
-times what all its records took in relation to that: checkpoints and slow steps count as often as they occurred.
+A step with d minibatches on the busiest core takes (d − 1)·a + u seconds, by the medians of the run's own records.
+This is multiplied by the mean ratio of the recorded times to it, so checkpoints and slow steps count as often as they
+occurred.
 """
 
 import itertools
@@ -31,13 +32,13 @@ from variable_batch_size.traces.trace import Rows, Trace
 from variable_batch_size.urls import read_bytes
 
 _MOST_RECORDS = 20_000  # the latest, which are enough for a forecast
-_NUM_BLOCKS = 10  # of records, whose spread is that of the times
-_NUM_TIMED = 5  # steps of each kind, which a policy needs to know the times of
+_NUM_BLOCKS = 10  # of records; their spread is taken as that of the times
+_NUM_TIMED = 5  # steps of each kind that a policy needs, to estimate the times
 _ENDLESS = 1e15  # steps
 _INTEGERS = {"step": 0, "samples": 0, "batch_size": 1, "cores": 1}  # of a record, and their least values
 _NUMBERS = {"progress", "samples_per_second", "weight", "seconds_accumulating", "seconds_updating"}
 _NUMBERS |= {"noise_scale", "noise_scale_low", "noise_scale_high"}
-_LARGEST = 1e30  # number of a record that is used
+_LARGEST = 1e30  # larger numbers in a record are ignored
 
 Forecasts = list[tuple[str, Simulation]]
 PolicyFunction = Callable[[Situation], float]
@@ -57,7 +58,7 @@ class RunSoFar:
     ref_batchsize: int
     capacity: int | None  # the most samples in a step, None if not known
     times: Sequence[tuple[int, int, float]]  # cores, minibatches of the busiest core, and mean seconds of a step
-    measured: Mapping[int, Times]  # a and u on a number of cores, as far as a policy has measured them
+    measured: Mapping[int, Times]  # a and u on each number of cores on which a policy has measured them
     noise: Sequence[tuple[float, float, float]]  # progress, noise scale in samples, batch size
     noise_interval: tuple[float, float]  # of the latest noise scale, as factors of it
     policy: str | None  # with its settings, as for vbs simulate; None if it had a trace
@@ -65,16 +66,16 @@ class RunSoFar:
 
     @classmethod
     def read(cls, directory: str, *, minibatch_size: int | None = None, ref_batchsize: int | None = None) -> "RunSoFar":
-        """Read the log and the executed trace of a run, at a path or a URL. A line that is not complete is left out.
+        """Read the log and the executed trace of a run, at a path or a URL. An incomplete line is skipped.
 
         Args:
             directory: of the run.
             minibatch_size: samples per forward and backward pass, by default as in the executed trace.
-            ref_batchsize: the batch size of a unit of progress, likewise.
+            ref_batchsize: the batch size of a unit of progress, by default as in the executed trace.
         """
         records = _records(directory)
         origin, changed_at = _origin(directory)
-        steps_on_minibatch = [record for record in records if record["step"] > changed_at]  # others have other times
+        steps_on_minibatch = [record for record in records if record["step"] > changed_at]  # earlier ones differ
         known = {name: _setting(origin, name) for name in ("minibatch_size", "ref_batchsize", "dataset_size")}
         given = {"minibatch_size": minibatch_size, "ref_batchsize": ref_batchsize}
         sizes = {name: value or known[name] for name, value in given.items()}
@@ -115,27 +116,27 @@ class RunSoFar:
             for time in own:
                 steps.add(*time)
             depths = sorted({depth for _, depth, _ in own})
-            # one depth alone does not separate the two times: as if the all-reduce and the update took none
+            # one depth alone does not separate the two times: assume that the all-reduce and the update take none
             median = statistics.median(seconds for _, _, seconds in own) / depths[0]
             found[cores] = steps.seconds(cores) or Times(median, median)
         return found
 
     @cached_property
     def spread(self) -> tuple[float, float]:
-        """The time of all records in relation to that of their steps by a and u, and its 95 % interval as a factor."""
+        """The ratio of the times of the latest records to those by a and u, and its 95 % interval as a factor."""
         latest = self.times[len(self.times) // 2 :]  # the machines may have changed before
         ratios = [seconds / self.seconds[cores].step(depth) for cores, depth, seconds in latest]
         blocks = [block.mean() for block in np.array_split(ratios, min(_NUM_BLOCKS, len(ratios)))]
         mean = statistics.fmean(blocks)
         if len(blocks) < 3:
             return mean, math.inf
-        # of the mean so far, and of that of the rest, as if it were as long
+        # the errors of the mean so far and of the mean of the rest, as if the rest were as long
         return mean, 1 + t_quantile(len(blocks) - 1) * statistics.stdev(blocks) / mean * math.sqrt(2 / len(blocks))
 
     def profile(self, cores: int, others: Profile | None = None, *, factor: float = 1.0) -> Profile:
         """The times of the run, times a factor, and those of other numbers of cores.
 
-        Without the latter, so many cores are as fast as the nearest number that the run had, and their all-reduce, too.
+        Without the latter, minibatches and all-reduce take as long as on the nearest number of cores that the run had.
         """
         mean, _ = self.spread
         times = dict(self.seconds)
@@ -149,7 +150,7 @@ class RunSoFar:
         return Profile((*rows, *more), name=self.name, extrapolates=True)
 
     def noise_curve(self, factor: float = 1.0) -> NoiseCurve:
-        """The noise scale over progress, times a factor; without one, a step is worth its samples."""
+        """The noise scale over progress, times a factor; without measured noise, a step is worth its samples."""
         if not self.noise:
             return NoiseCurve([0.0], [math.inf])
         progress, scales, sizes = map(list, zip(*self.noise, strict=True))
@@ -185,24 +186,24 @@ def forecast(
     profile: Profile | None = None,
     restart_seconds: float = 0.0,
 ) -> Forecasts:
-    """Simulate the rest of a run as it is, and under other policies, each on some numbers of cores.
+    """Simulate the rest of a run, unchanged and under other policies, each on some numbers of cores.
 
-    As it is means the rest of its trace, if that is given, else its policy, else its latest batch size. All end at the
-    progress that the run as it is has, on its cores, after so many samples. The ends of each result are those at the
-    ends of the 95 % intervals of its times and its noise.
+    The unchanged run has the rest of its trace, if that is given, else its policy, else its latest batch size. All end
+    at the progress that the unchanged run reaches, on its cores, after `samples`. The `ends` of each result are the
+    fastest and the slowest run within the 95 % intervals of its times and its noise.
 
     Args:
         run: so far.
-        policies: others than its own, by their names in the result.
+        policies: other policies than its own, by their names in the result.
         cores: numbers of cores; none for the run's own.
-        samples: of the whole run, at which it ends if it stays as it is; None for the end of the trace.
+        samples: of the whole run, at which it ends if unchanged; None for the end of the trace.
         trace: of the run; None if it had a policy, or if the latest batch size is to be kept.
         price: of a device-hour; None for no costs.
-        profile: the times on other numbers of cores; otherwise they are taken to be as fast as the run's own.
-        restart_seconds: duration of a restart on other cores than its own.
+        profile: the times on other numbers of cores; otherwise they are assumed to be as fast as the run's own.
+        restart_seconds: duration of a restart on another number of cores than its own.
     """
     if samples is None and trace is None:
-        raise ValueError("`samples` must be given, at which the run ends if it stays as it is, unless there is a trace")
+        raise ValueError("`samples` must be given, at which the run ends if unchanged, unless there is a trace")
     if samples is not None and samples <= run.samples:
         raise ValueError(f"`samples` must be above the {run.samples} that the run has done, got {samples}")
     own = named_policy(run.choice) if trace is None else _rows_left(run, trace, samples)
@@ -236,21 +237,21 @@ def _rows_left(run: RunSoFar, trace: Trace, samples: int | None) -> Rows:
 
 
 def with_largest(run: RunSoFar, max_batch_size: int) -> str:
-    """The policy of a run with another largest batch size; that of Autoscale if it has none."""
+    """The policy of a run with another largest batch size; Autoscale if the run has no policy."""
     name, _, settings = (run.policy or "autoscale").partition(":")
     kept = [setting for setting in settings.split(",") if setting and not setting.startswith("max_batch_size=")]
     return f"{name}:{','.join([*kept, f'max_batch_size={max_batch_size}'])}"
 
 
 def basis_of(run: RunSoFar) -> str:
-    """What the forecast of a run is based on, in some sentences."""
+    """What the forecast of a run is based on, in a few sentences."""
     _, spread = run.spread
     cores = f"{run.cores} core{'s' * (run.cores > 1)}"
     text = f"{run.name} is at step {run.step:,}, after {run.samples:,} samples, on {cores}."
     if math.isfinite(spread):
         text += f" The times of its steps vary by ± {100 * (spread - 1):.0f} % in the mean (95 % interval)."
     if not run.measured and len({depth for cores, depth, _ in run.times if cores == run.cores}) == 1:
-        text += " All of them had equally many minibatches: as if all-reduce and update took no time of their own."
+        text += " All of them had equally many minibatches, so all-reduce and update are assumed to take no time."
     if not run.noise:
         return f"{text} It measures no noise: progress is counted in samples."
     return f"{text} Its noise scale is {run.noise[-1][1]:,.4g} samples."
@@ -332,7 +333,7 @@ def _rest_of_trace(
 
 
 def _records(directory: str) -> list[dict[str, Any]]:
-    """The latest records of steps in the log; ValueError with the line of one that has other than numbers."""
+    """The latest records of steps in the log; ValueError with the line of a record that has a wrong value."""
     lines = read_bytes(f"{directory.rstrip('/')}/{LOG}").split(b"\n")[:-1]
     of_steps = []
     for number, line in list(enumerate(lines, start=1))[-_MOST_RECORDS:]:
@@ -361,9 +362,9 @@ def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _origin(directory: str) -> tuple[str, int]:
-    """The settings in the comments of the executed trace, later ones last, and the step of the last other minibatch.
+    """The settings in the comments of the executed trace, later ones last, and where the minibatch size last changed.
 
-    The comment at the top has all of them. A run that resumed with others has comments such as "seed was 0 and is 3".
+    The comment at the top has all of them. A run that resumed with new ones has comments such as "seed was 0 and is 3".
     """
     settings, step, changed_at = "", 0, 0
     with suppress(OSError):
@@ -385,7 +386,7 @@ def _setting(origin: str, name: str) -> int | None:
 
 
 def _trace(origin: str) -> str:
-    """What the origin has about the trace, and all after it."""
+    """The part of the origin that describes the trace, and all after it."""
     return re.split(r"(?:: |, )trace (?=decided by|always|[0-9])", origin)[-1]
 
 
@@ -409,7 +410,7 @@ def _times(records: Sequence[Mapping[str, Any]], minibatch_size: int) -> list[tu
             cores = record["cores"]
             found.append((cores, depth_of(size, minibatch_size, cores), size / rate))
     if not found:
-        raise ValueError("the log must have two records with the same batch size one after the other, got none")
+        raise ValueError("the log must have two consecutive records with the same batch size, got none")
     return found
 
 
@@ -434,7 +435,7 @@ def _noise(records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, flo
 
 
 def _interval(records: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The ends of the 95 % interval of the latest noise scale, in relation to it."""
+    """The ends of the 95 % interval of the latest noise scale, as factors of it."""
     for record in reversed(records):
         scale, low, high = map(record.get, ("noise_scale", "noise_scale_low", "noise_scale_high"))
         if scale and low and high and 0 < low <= scale <= high:

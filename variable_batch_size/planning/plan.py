@@ -103,8 +103,8 @@ class Plan:
         tokens_per_sample: also count tokens, with this many per sample.
         token_plan: the minibatches of a :class:`TokenBudget`, for a schedule in tokens.
 
-    It has these options as attributes, the name of the `trace`, and of the schedule `dataset_size`, `minibatch_size`,
-    `num_cores`, `on_end`, `lockstep` and `unit`; and
+    It has these options as attributes, the name of the `trace`, the `dataset_size`, `minibatch_size`, `num_cores`,
+    `on_end`, `lockstep` and `unit` of the schedule, and:
 
     Attributes:
         num_epochs: number of epochs, including an incomplete last one.
@@ -210,6 +210,6 @@ class Plan:
         return cls(schedule, **options)
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON-serializable dictionary."""
+        """The plan as a JSON-serializable dictionary."""
         tables = ("sizes", "epochs", "moments", "checkpoints")
         return {**vars(self), **{name: [row._asdict() for row in getattr(self, name)] for name in tables}}

@@ -18,7 +18,7 @@ from variable_batch_size.policies.timing import Times
 
 _FARTHEST = 2  # the largest factor of extrapolation in cores and samples without `extrapolates`
 _TINY = 1e-8
-MEASURED, INTERPOLATED, EXTRAPOLATED = BASES = "measured", "interpolated", "extrapolated"  # ever less certain
+MEASURED, INTERPOLATED, EXTRAPOLATED = BASES = "measured", "interpolated", "extrapolated"  # in order of certainty
 _LARGEST_GAMMA = 10.0
 
 
@@ -63,10 +63,10 @@ class Profile:
         write_text(Path(path), "\n".join([*top, ",".join(COLUMNS), *map(",".join, cells)]) + "\n")
 
     def times(self, *, cores: int, minibatch_size: int, machines: int = 1) -> Times:
-        """The times of minibatches: measured, on a line between measured ones, or from the fitted model.
+        """The times of minibatches: measured, interpolated between measured ones, or from the fitted model.
 
-        Lines are those between numbers of cores, then between minibatch sizes. Beyond twice the measured range or for
-        an unmeasured network it raises, unless `extrapolates`.
+        Interpolation is linear, over numbers of cores and then over minibatch sizes. Beyond twice the measured range or
+        for an unmeasured network it raises, unless `extrapolates`.
         """
         basis, times = self._known(cores, minibatch_size, machines)
         if times is not None:
@@ -105,7 +105,7 @@ class Profile:
         return EXTRAPOLATED, None
 
     def _alike(self, machines: int) -> list[Measured]:
-        """The rows with the same network: as in the model, the number of several machines makes no difference."""
+        """The rows with the same network: as in the model, all numbers of machines above one are alike."""
         return [row for row in self.rows if (row.machines > 1) == (machines > 1)]
 
     @property
@@ -120,7 +120,7 @@ class Profile:
 
     @cached_property
     def ends(self) -> "tuple[Profile, Profile] | None":
-        """The ends of the 95 % interval of times that were not measured, by the errors of the model in the rows.
+        """The ends of the 95 % interval of times that were not measured, from the errors of the model in the rows.
 
         Student's t times the standard deviation of the errors of both logarithms; None if the rows are too few to fit.
         """
@@ -156,7 +156,7 @@ class Profile:
 
 
 def t_quantile(freedom: int, *, level: float = 0.95) -> float:
-    """The ends of the interval of Student's t with this level."""
+    """Half of the interval of Student's t with this level."""
     # scipy.stats.t.ppf calls its stdtrit, but scipy.stats takes a second to load
     special = import_extra("scipy.special", "an interval needs scipy", "compare")
     return float(special.stdtrit(freedom, (1 + level) / 2))
@@ -210,8 +210,8 @@ def fit_throughput(rows: Sequence[Measured]) -> Throughput:
     Minimizes the sum of the root-mean-square errors of both logarithms, 0.001·(γ − 1)² and 0.01·((βn/αn)² + (βr/αr)²).
     Parameters that the rows don't determine are fixed: with one minibatch size, the constant part is half of its time;
     an unused network takes no time; with two cores at most, the all-reduce does not slow down with their number; and
-    with no more measured all-reduces than parameters of the network, nothing overlaps. Fewer different rows than the
-    other parameters raise.
+    with no more measured all-reduces than parameters of the network, nothing overlaps. It raises for fewer different
+    rows than other parameters.
     """
     names, number = free_parameters(rows), len({row[:3] for row in rows})
     if len(names) > number:

@@ -1,8 +1,8 @@
 """Rental: how many cores to rent, to spend the least, or the least within a deadline, or to be fast within a budget.
 
 With the best batch size, R cores make r(R) steps of progress in a second. At a price p of a core they cost p·R / r(R)
-for a step of progress. A choice compares the rest of the run on each number of cores, for the present price and noise
-as if both lasted, and is reviewed when the price or the number of available cores changes, and after some time.
+for a step of progress. A choice compares the rest of the run on each number of cores, as if the present price and
+noise lasted, and is reviewed when the price or the number of available cores changes, and after some time.
 """
 
 import math
@@ -35,7 +35,7 @@ class Prices:
     """
 
     times: Sequence[float]  # in seconds, ascending from 0, one more than prices
-    prices: Sequence[float]  # ``prices[i]`` is that from ``times[i]`` to ``times[i + 1]``
+    prices: Sequence[float]  # ``prices[i]`` is the price from ``times[i]`` to ``times[i + 1]``
 
     @classmethod
     def constant(cls, price: float) -> "Prices":
@@ -88,7 +88,7 @@ class Prices:
 
 
 class Offer(NamedTuple):
-    """A number of cores that may be rented, and what the rest of the run takes on them, with a restart if needed."""
+    """A number of cores to rent, and the time and cost of the rest of the run on them, with a restart if needed."""
 
     cores: int
     seconds: float
@@ -128,10 +128,10 @@ class Rental(ABC):
 
     @abstractmethod
     def worth(self, offer: Offer) -> float:
-        """What is to be small, among offers that are enough."""
+        """What to minimize among offers that are enough."""
 
     def worth_if_none_is_enough(self, offer: Offer) -> float:
-        """What is to be small otherwise."""
+        """What to minimize if no offer is enough."""
         return self.worth(offer)
 
 
@@ -148,7 +148,7 @@ class Cheapest(Rental):
 
 
 class ByDeadline(Rental):
-    """Spends the least among the numbers of cores that are fast enough for so many hours; the fastest if none is.
+    """Rents the cheapest number of cores that is fast enough for a deadline in hours; the fastest if none is.
 
     >>> offers = [Offer(1, 100.0, 10.0), Offer(2, 60.0, 12.0), Offer(4, 40.0, 16.0)]
     >>> ByDeadline(hours=0.02, max_batch_size=1024).choose(offers, seconds=0.0, spent=0.0, cores=0)
@@ -172,7 +172,7 @@ class ByDeadline(Rental):
 
 
 class WithinBudget(Rental):
-    """The fastest among the numbers of cores that the money suffices for; the cheapest if it suffices for none.
+    """Rents the fastest number of cores within a budget of money; the cheapest if none is within it.
 
     >>> offers = [Offer(1, 100.0, 10.0), Offer(2, 60.0, 12.0), Offer(4, 40.0, 16.0)]
     >>> WithinBudget(money=14, max_batch_size=1024).choose(offers, seconds=0.0, spent=0.0, cores=0)

@@ -22,7 +22,7 @@ from variable_batch_size.traces.trace import Trace
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII = "_.-=+*%#"
 Table = list[list[str]]  # rows of cells, of which the first is the head
-_SLOWED = 1.5  # by a larger factor, minibatches that are only accumulated should not differ between numbers of cores
+_SLOWED = 1.5  # times of accumulating a minibatch should not differ by a larger factor between numbers of cores
 
 
 def sparkline(
@@ -253,7 +253,7 @@ def fit_report(profile: Profile) -> str:
 
 
 def profile_warnings(profile: Profile) -> list[str]:
-    """Where minibatches that are only accumulated, which need no other core, take another time on more cores."""
+    """Where accumulating a minibatch, which needs no other core, takes a different time on more cores."""
     found = []
     for machines, size in dict.fromkeys((row.machines, row.minibatch_size) for row in profile.rows):
         where = {"machines": machines, "minibatch_size": size}
@@ -320,7 +320,7 @@ def noise_warnings(runs: Runs, noise: NoiseCurve | NoiseCurves) -> list[str]:
     if sizes and (min(used) < min(sizes) / 1.01 or max(used) > max(sizes) * 1.01):
         measured = _span(round(min(sizes)), round(max(sizes)))
         where = f"at batch size {measured}, and used at {_span(min(used), max(used))}"
-        found.append(f"the noise was measured {where}: beyond, it is assumed to be as at the nearest one measured")
+        found.append(f"the noise was measured {where}: beyond, it is assumed to be that at the nearest measured one")
     elif not sizes and ends:
         found.append("the noise has no batch sizes, and is assumed to be the same at all of them")
     return found
@@ -332,7 +332,7 @@ def cores_text(run: Simulation) -> str:
 
 
 def fastest(runs: Runs) -> tuple[str, Simulation]:
-    """Of equally fast runs, the cheapest."""
+    """The fastest run; of several, the cheapest."""
     return min(runs, key=lambda item: (item[1].seconds, item[1].device_seconds))
 
 
@@ -410,7 +410,7 @@ def _size(num_bytes: int) -> str:
 
 
 def programs_summary(found: Programs) -> str:
-    """Whether all programs compile and fit, and which exact mode or other code makes slow."""
+    """Whether all programs compile and fit, and which use slow 64-bit floats, for exact mode or in other code."""
     chip, number = found.topology.partition(":")[0], counted(len(found.programs), "program")
     of_chip = f"{counted(found.devices, 'device')} with {found.chip.memory / GIB:g} GiB each"
     lines = [f"{number} for {found.topology}, {of_chip}"]

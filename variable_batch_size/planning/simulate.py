@@ -70,12 +70,13 @@ class Availability:
         return cls(spans, name=trace.name, cores_per_machine=cores_per_machine)
 
     def machines(self, cores: int, profile: Profile) -> int:
-        """The machines that so many cores are on; ValueError if the profile depends on them and they are not known."""
+        """How many machines these cores are on; ValueError if the profile depends on that and it is not known."""
         if self.cores_per_machine is not None:
             return -(-cores // self.cores_per_machine)
         if cores > 1 and profile.has_several_machines:
             needed = "set `cores_per_machine` (--cores-per-machine), which determines how many machines they are on"
-            raise ValueError(f"{profile.name} has times on several machines, but {self.name} no placement: {needed}")
+            problem = f"{profile.name} has times on several machines, but the placement of {self.name} is unknown"
+            raise ValueError(f"{problem}: {needed}")
         return 1
 
     def __iter__(self) -> Iterator[Span]:
@@ -146,7 +147,7 @@ class NoiseCurve:
                 size = (record["batch_size"],) if "batch_size" in record else ()
                 found[record["progress"]] = (scale * in_samples, *size)
         if not found:
-            refuse(name, "the log must have records with a noise scale, as of runs with AdaScale", "none")
+            refuse(name, "the log must have records with a noise scale, as in runs with AdaScale", "none")
         if len({len(values) for values in found.values()}) > 1:
             refuse(name, "all records with a noise scale must have a batch_size, or none", "some")
         return cls(sorted(found), *map(list, zip(*(found[progress] for progress in sorted(found)), strict=True)))
@@ -180,8 +181,8 @@ def _noise_rows(numbered: Sequence[tuple[int, str]], name: str) -> Iterator[tupl
 class NoiseCurves:
     """The noise scale as a function of progress and batch size, from runs at several batch sizes.
 
-    Its logarithm is on a line over the logarithm of the batch size, between those of the runs at the same progress, and
-    constant outside. Runs at the same batch size are averaged.
+    Its logarithm is interpolated linearly over the logarithm of the batch size, between the runs at the same progress,
+    and is constant outside. Runs at the same batch size are averaged.
 
     >>> runs = [NoiseCurve.constant(100.0, batch_size=64), NoiseCurve.constant(400.0, batch_size=256)]
     >>> [round(NoiseCurves(runs)(0.0, size)) for size in (32, 64, 128, 256, 512)]
@@ -249,7 +250,7 @@ Runs = Sequence[tuple[str, Simulation]]  # policies as text, and their simulated
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """Where a run is whose rest is simulated. The result has the updates and samples of the rest alone."""
+    """The position of a run whose rest is simulated. The result has the updates and samples of the rest only."""
 
     progress: float  # so far, in steps at the reference batch size
     updates: int
@@ -290,14 +291,14 @@ def simulate(
         availability: the number of cores over time, and the machines that they are on.
         minibatch_size: samples per forward and backward pass of one core.
         ref_batchsize: the batch size of the steps in which progress is counted.
-        progress: at which the run ends.
+        progress: the progress at which the run ends.
         capacity: the most samples in a step, which is the capacity of an epoch; None for no bound.
         restart_seconds: duration of a restart, on the new cores.
         checkpoint_seconds: time between checkpoints, which are saved at the end of a step, if cores leave without
-            notice; None if a signal lets the run save before.
+            notice; None if a signal lets the run save.
         price: of a device-hour, constant or over time; None for no costs.
-        resumed: where the run is already, to simulate its rest; None from the beginning.
-        most_samples: of the whole run, at which it ends before that progress; None for no bound.
+        resumed: the position of the run, to simulate its rest; None to simulate it from the beginning.
+        most_samples: samples of the whole run at which it ends even before that progress; None for no bound.
     """
     check_positive(minibatch_size=minibatch_size, ref_batchsize=ref_batchsize)
     check_positive_number(progress=progress)
@@ -337,7 +338,7 @@ def simulate_with_ends(
 ) -> Simulation:
     """Like :func:`simulate`, also at the ends of the 95 % intervals of times that were not measured and of the noise.
 
-    The fastest and the slowest run of these are `ends`; None if there are no intervals.
+    `ends` are the fastest and the slowest of these runs; None if there are no intervals.
     """
     run = simulate(policy, profile=profile, noise=noise, **options)
     profiles = (run.basis != MEASURED and profile.ends) or (profile,)
@@ -376,9 +377,9 @@ class _Run(Simulation):
     machines: int = 1
     is_started: bool = False
     restart_left: float = 0.0  # seconds of the current restart
-    left: float = 0.0  # seconds of that span that are too short for a step, unless the next span has the same cores
+    left: float = 0.0  # seconds of that span, too few for a step unless the next span has the same cores
     noise_size: int | None = None  # the latest batch size with several minibatches, which show the noise
-    rows: deque[tuple[int, int]] = field(default_factory=deque)  # like `made`, decided and not executed
+    rows: deque[tuple[int, int]] = field(default_factory=deque)  # like `made`, decided but not executed
     saved: _Saved = field(default_factory=_Saved)
     unsaved_seconds: float = 0.0  # of the steps since then
 
@@ -391,7 +392,7 @@ class _Run(Simulation):
         return self.progress >= self.goal or (self.most_samples is not None and self.samples >= self.most_samples)
 
     def resume(self, resumed: Resumed) -> None:
-        """Begin where a run is; on other cores than it had, its policy decides anew."""
+        """Begin at the position of a run; on another number of cores, its policy decides anew."""
         self.progress, self.updates, self.samples = resumed.progress, resumed.updates, resumed.samples
         self.noise_size = resumed.batch_size if resumed.batch_size > self.minibatch_size else None
         self.timing.restart(resumed.batch_size)
@@ -405,7 +406,7 @@ class _Run(Simulation):
         self._save()
 
     def spend(self, span: Span) -> bool:
-        """Run for one span; False if its cores are other ones, and no step, or no checkpoint, fits into it."""
+        """Run for one span; False if its number of cores is new and no step, or no checkpoint, fits into it."""
         begun, stays = self.saved.updates, span.cores == self.cores
         if stays:
             self.left += span.seconds
@@ -488,7 +489,7 @@ class _Run(Simulation):
         return left
 
     def rented(self, rental: Rental) -> Iterator[Span]:
-        """The available cores that are rented, each until the next choice."""
+        """The cores that are rented, each span until the next choice."""
         if self.prices is None:
             raise ValueError(f"{type(rental).__name__} needs a price, to choose the number of cores")
         cheapest = min(self.prices.prices)
@@ -517,7 +518,7 @@ class _Run(Simulation):
                 now, left = now + seconds, left - seconds
 
     def _offers(self, rental: Rental, most: int, price: float) -> list[Offer]:
-        """The numbers of cores for which the policy has a batch size and the profile times."""
+        """The numbers of cores for which the policy has a batch size and the profile has times."""
         sizes: dict[str, Any] = {"minibatch_size": self.minibatch_size, "ref_batchsize": self.ref_batchsize}
         noise = self.noise(self.progress, self.noise_size or self.ref_batchsize)
         offers, refusal = [], None

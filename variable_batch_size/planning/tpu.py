@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-    """What a device has, by Google's documentation.
+    """What a device has, according to Google's documentation.
 
     Attributes:
         memory: bytes.
@@ -172,7 +172,7 @@ def compile_programs(
     Args:
         files: the programs.
         topology: to compile for.
-        python: which runs the compiler.
+        python: the Python that runs the compiler.
         cache: a directory for records.
         is_spmd: whether all devices are one core.
     """
@@ -193,12 +193,12 @@ def compile_programs(
         )
         raise ValueError(f"the TPU compiler needs {' and '.join(head['missing'])}, which {python} does not have: {how}")
     if "refused" in head:
-        raise ValueError(f"libtpu does not know the topology {topology!r}: {head['refused']}")
+        raise ValueError(f"libtpu does not support the topology {topology!r}: {head['refused']}")
     return Programs(topology, head["devices"], head["versions"], [Program(**record) for record in records])
 
 
 def largest_that_fits(fits: Callable[[int], bool], *, multiple_of: int, limit: int) -> int:
-    """The largest multiple up to a limit for which `fits` is true, if it is so for all smaller ones; 0 for none.
+    """The largest multiple up to a limit for which `fits` is true, assuming it is for all smaller ones; 0 for none.
 
     >>> largest_that_fits(lambda size: size <= 100, multiple_of=8, limit=4096)
     96

@@ -1,4 +1,4 @@
-"""The TPU compiler: compiles the programs that torch_xla dumps for TPUs that are not there, with libtpu through jax.
+"""The TPU compiler: compiles the programs that torch_xla dumps, on a machine without TPUs, with libtpu through jax.
 
 This file is also a script for the Python of an environment with the PACKAGES, and imports nothing of this package. It
 has all private names of jax and libtpu, and those of XLA's dumps, as seen in torch_xla 2.9.0 and in the versions below.
@@ -30,7 +30,7 @@ _COLLECTIVES = (
 
 
 def dump_flags(directory: Path) -> str:
-    """``XLA_FLAGS`` with which a process writes every program that it compiles, and takes little time to optimize."""
+    """``XLA_FLAGS`` with which a process writes every program that it compiles, and optimizes it only a little."""
     dumps = f"--xla_dump_to={directory} --xla_dump_hlo_as_proto --xla_dump_hlo_pass_re=NOTHING"
     return f"{os.environ.get('XLA_FLAGS', '')} {dumps} --xla_backend_optimization_level=0".strip()
 
@@ -110,7 +110,7 @@ def host_transfers_in(hlo: str) -> int:
 
 
 def doubles_in(stablehlo: str) -> int:
-    """The number of operations with tensors of 64-bit floats, other than single numbers, which TPUs emulate."""
+    """The number of operations on tensors of 64-bit floats, which TPUs emulate; single numbers do not count."""
     return sum(
         bool(re.search(r"tensor<(1x)*(?!1x)\d[\dx]*xf64>", line)) for line in stablehlo.splitlines() if " = " in line
     )
@@ -133,7 +133,7 @@ def cached(directory: Path, parts: Sequence[str], make: Callable[[], dict[str, A
 
 
 def versions() -> dict[str, str | None]:
-    """Of the PACKAGES in this Python; None for a missing one."""
+    """The versions of the PACKAGES in this Python; None for a missing one."""
     found: dict[str, str | None] = {}
     for name in (package.partition("==")[0] for package in PACKAGES):
         try:

@@ -1,6 +1,6 @@
 "use strict";
 
-const MILLISECONDS_BETWEEN_LOOKS = 100; // the server answers when there are news
+const MILLISECONDS_BETWEEN_LOOKS = 100; // the server answers when there is news
 // what is drawn, from the top: a quantity of the records, its title, and how; low and high are the ends of a band
 const ROWS = [
   { name: "batch_size", title: "batch size", shape: "vh", height: 1 },
@@ -25,7 +25,7 @@ let data = { version: -1, runs: [] };
 let axis = "samples";
 const find = (selector) => document.querySelector(selector);
 
-// Plotly takes some tags in a text for formatting
+// Plotly interprets some tags in a text as formatting
 function literal(text) {
   return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 }
@@ -52,7 +52,7 @@ function variable(name) {
 }
 
 function number(value, digits = 4) {
-  if (typeof value !== "number") return "–"; // a record may have anything
+  if (typeof value !== "number") return "–"; // a record may contain anything
   return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits });
 }
 
@@ -86,7 +86,7 @@ function showRuns() {
       const end = new Date(Date.now() + 1000 * run.seconds_left);
       facts["expected end"] = `in ${duration(run.seconds_left)}, ${end.toLocaleString()}`;
     }
-    if (run.read < 1) facts["read so far"] = `${Math.floor(100 * run.read)} %, meanwhile a sample is shown`;
+    if (run.read < 1) facts["read so far"] = `${Math.floor(100 * run.read)} %; until then, a sample is shown`;
     for (const [name, text] of Object.entries(facts)) {
       if (text === "–") continue;
       const item = document.createElement("div");
@@ -107,7 +107,7 @@ function showDecisions() {
   fillTable(find("#decisions table"), ["run", "from step", "batch size", "cores", "noise scale", "why"], rows);
 }
 
-// the columns of a run in which a quantity is, or null
+// the columns of a run that have a quantity, or null
 function columnsOf(run, row) {
   if (row.name === "batch_size" && run.steps.batch_size && run.steps[axis]) return run.steps;
   return run.log[row.name] && run.log[axis] ? run.log : null;
@@ -144,7 +144,7 @@ function marksOf(run, i, common) {
   };
 }
 
-// on a logarithmic axis ticks at 1, 2, 5, 10 … if it is short, and at powers of ten if it is long
+// ticks of a logarithmic axis: at 1, 2, 5, 10 … if it is short, and at powers of ten if it is long
 function rangeOf(row, y) {
   if (row.zero) return { rangemode: "tozero" };
   const known = y.filter((value) => value > 0);
@@ -222,7 +222,7 @@ async function look() {
     }
     complain("");
   } catch (error) {
-    complain("vbs watch does not answer: the page shows what it knew last. " + error.message);
+    complain("vbs watch does not answer: the page shows the latest data that it received. " + error.message);
   }
   setTimeout(look, MILLISECONDS_BETWEEN_LOOKS);
 }

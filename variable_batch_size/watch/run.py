@@ -1,4 +1,4 @@
-"""WatchedRun: what the files of a run say about it: its curves, its decisions, and whether it goes on."""
+"""WatchedRun: what the files of a run show: its curves, its decisions, and whether it is still running."""
 
 import math
 import time
@@ -16,9 +16,9 @@ from variable_batch_size.watch.tail import Tail
 LOG, EXECUTED, DECISIONS = "log.jsonl", "executed.csv", "decisions.jsonl"
 _MOST_DECISIONS = 500
 _NUM_SAMPLED = 1000
-_LONGEST_ROW = 40  # bytes of a step and a batch size; longer numbers are none
+_LONGEST_ROW = 40  # bytes of a step and a batch size; longer lines are not rows
 _SECONDS_BETWEEN_LOOKS = 5.0  # at the lock of a run at a URL
-_SHORTEST_SILENCE = 60.0  # seconds without a record, after which a run without a lock is suspected to have ended
+_SHORTEST_SILENCE = 60.0  # seconds without a record after which a run without a lock is assumed to have ended
 
 
 class WatchedRun:
@@ -26,7 +26,7 @@ class WatchedRun:
 
     def __init__(self, directory: str) -> None:
         self.name = directory
-        self.version = 0  # changes whenever something else is to be shown
+        self.version = 0  # changes whenever what is shown changes
         self.is_remote = is_url(directory)
         self._log, self._executed, self._decided = (Tail(directory, name) for name in (LOG, EXECUTED, DECISIONS))
         self._lock = Tail(directory, LOCK)
@@ -51,7 +51,7 @@ class WatchedRun:
         self._num_decisions = 0
 
     def poll(self) -> bool:
-        """Read what is new, and return whether there may be more to read at once."""
+        """Read what is new, and return whether more can be read right away."""
         before = self._shown()
         if self._preview is None:
             self._preview = self._first_look()
@@ -79,13 +79,13 @@ class WatchedRun:
         return any(tail.has_more for tail in (self._log, self._executed, self._decided))
 
     def _shown(self) -> tuple[object, ...]:
-        """Changes with what is shown; while a long log is read, only with each percent of it."""
+        """Changes with what is shown; while a long log is being read, only with each percent of it."""
         preview = self._preview.num_records if self._preview is not None else 0
         records = preview if self._log.has_more else self._series.num_records
         return (records, self._num_samples, self._num_decisions, int(100 * self._log.share), self._state)
 
     def _first_look(self) -> Series:
-        """A sample of a long log, which takes a while to read, and from now on what is appended to it."""
+        """A sample of a long log, which takes a while to read; from now on, also what is appended to it."""
         series, self._end = Series(), Tail(self.name, LOG)
         if self._log.is_long():
             self._end.skip()
@@ -118,7 +118,7 @@ class WatchedRun:
                 self._changes.append(record)
 
     def _found_state(self) -> tuple[str, str]:
-        """Whether it goes on, in a word, and in more of them."""
+        """The state in a word, and the reason for it, which may be empty."""
         lock = self._lock.text()
         if lock is not None:
             alive = is_alive(lock, seconds_since_renewal=self._lock.age(), is_remote=self.is_remote)
@@ -153,7 +153,7 @@ class WatchedRun:
         }
 
     def _executed_columns(self, log: Columns) -> dict[str, list[float | None]]:
-        """The batch sizes of all steps, over every axis that the log knows; since the latest save, those of the log."""
+        """The batch sizes of all steps, over every axis in the log; after the latest save, they come from the log."""
         found = self._steps.columns()
         steps = found["step"]
         if not len(steps):
@@ -168,7 +168,7 @@ class WatchedRun:
 
 
 def _between(steps: Column, known: Column, values: Column) -> Column:
-    """Values at some steps, on lines between those that are known, from 0 at the start."""
+    """Values at some steps, interpolated linearly between the known ones, from 0 at the start."""
     return np.asarray(np.interp(steps, np.append(0.0, known), np.append(0.0, values)))
 
 
@@ -191,7 +191,7 @@ def _rounded(values: Any, name: str) -> list[float | None]:
 
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with its numbers, and the beginnings of its texts."""
+    """The numbers of a record, and the beginnings of its strings."""
     found: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, str):

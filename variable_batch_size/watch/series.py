@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_BUCKETS = 1024
-POSITIONS = ("step", "samples", "tokens", "progress", "seconds")  # of which a bucket has the last value
-QUANTITIES = (  # of which it has the mean
+POSITIONS = ("step", "samples", "tokens", "progress", "seconds")  # a bucket has the last value of each
+QUANTITIES = (  # and the mean of each of these
     "batch_size",
     "cores",
     "lr",
@@ -35,10 +35,10 @@ Columns = dict[str, Column]
 
 
 def parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The JSON records in some lines; others are left out, as the page must survive any file."""
+    """The JSON records in some lines; other lines are skipped, because the page must survive any file."""
     try:
-        found = json.loads(b"[" + b",".join(lines) + b"]")  # at once, which is faster
-        is_right = len(found) == len(lines)  # two lines may be one record together
+        found = json.loads(b"[" + b",".join(lines) + b"]")  # all at once, which is faster
+        is_right = len(found) == len(lines)  # two lines, joined, might parse as one record
     except (ValueError, RecursionError):
         is_right = False
     if not is_right:
@@ -50,7 +50,7 @@ def parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 class Series:
-    """Buckets of equally many consecutive records, a power of two: twice as many when there are too many buckets."""
+    """Buckets of equally many consecutive records, a power of two that doubles when there are too many buckets."""
 
     def __init__(self) -> None:
         self.num_records = 0
@@ -61,7 +61,7 @@ class Series:
         self._step = self._samples = self._seconds = 0.0  # of the last record
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add the records of a log that are of steps."""
+        """Add those records of a log that describe steps."""
         of_steps = [record for record in records if "loss" in record and "step" in record]
         if not of_steps:
             return
@@ -84,14 +84,14 @@ class Series:
         self._rest = {name: values[number:] for name, values in self._rest.items()}
         self._full = {name: np.concatenate((self._full[name], ready[name])) for name in ready}
         while len(self._full["step"]) > MOST_BUCKETS:
-            if len(self._full["step"]) % 2:  # the last bucket becomes records again, each like it
+            if len(self._full["step"]) % 2:  # the last bucket becomes records again, all equal to it
                 again = {name: np.repeat(values[-1:], self._stride) for name, values in self._full.items()}
                 self._rest = {name: np.concatenate((again[name], values)) for name, values in self._rest.items()}
                 self._full = {name: values[:-1] for name, values in self._full.items()}
             self._full, self._stride = _merged(self._full, 2), 2 * self._stride
 
     def _add_times(self, new: Columns) -> None:
-        """The seconds since the start, by the samples per second of each record."""
+        """Add the seconds since the start, from the samples per second of each record."""
         samples = new["samples"]
         done = np.diff(samples, prepend=self._samples)
         with np.errstate(all="ignore"):
@@ -102,7 +102,7 @@ class Series:
         self._step, self._samples, self._seconds = (float(new[name][-1]) for name in ("step", "samples", "seconds"))
 
     def columns(self) -> Columns:
-        """All buckets, the last of which may have fewer records; and the smoothed loss."""
+        """All buckets, with the smoothed loss. The last bucket may have fewer records."""
         last = _merged(self._rest, max(1, len(self._rest["step"])))
         found = {name: np.concatenate((self._full[name], last[name])) for name in last}
         found["loss_smooth"] = _smoothed(found["loss"])
@@ -114,9 +114,9 @@ def _empty() -> Columns:
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str) -> Column:
-    """The numbers of a name, NaN for what is none."""
+    """The values with a name, NaN for those that are not numbers."""
     values = [record.get(name) for record in records]
-    with suppress(ValueError, TypeError, OverflowError):  # a text, a list, a number of thousands of digits
+    with suppress(ValueError, TypeError, OverflowError):  # a string, a list, a number with thousands of digits
         column = np.array(values, dtype=np.float64)
         if column.ndim == 1:
             return column
@@ -143,11 +143,11 @@ def _merged(columns: Columns, number: int) -> Columns:
 
 
 def _smoothed(values: Column) -> Column:
-    """The mean of the latest 2 % of the values at each of them."""
+    """A trailing mean of the values, over 2 % of them."""
     if not len(values):
         return values
     window = max(1, len(values) // 50)
-    # each window is summed by itself: in differences of sums from the start, one huge loss would erase all later ones
+    # each window is summed by itself: with differences of cumulative sums, one huge loss would erase all later ones
     windows = np.lib.stride_tricks.sliding_window_view(np.append(np.full(window - 1, np.nan), values), window)
     known = np.isfinite(windows)
     with np.errstate(invalid="ignore", over="ignore"):

@@ -1,4 +1,4 @@
-"""The server of the page: a reader of the runs in a thread, and HTTP for a browser, on this machine unless asked."""
+"""The server of the page: a thread that reads each run, and HTTP for a browser, by default on this machine only."""
 
 import gzip
 import hmac
@@ -22,30 +22,30 @@ from variable_batch_size.watch.run import WatchedRun
 LOOPBACK = "127.0.0.1"
 _NAMES_OF_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _SECONDS_BETWEEN_LOOKS = 0.1
-_SECONDS_BETWEEN_READS = 0.005  # of a long file, in which requests are answered
-_LONGEST_LOOK = 10.0  # seconds, after which files that do not answer are said
+_SECONDS_BETWEEN_READS = 0.005  # of a long file; requests are answered in between
+_LONGEST_LOOK = 10.0  # seconds after which the page shows that files do not answer
 _MOST_VERSIONS = 2**40  # of all runs
-_LONGEST_WAIT = 5.0  # seconds until a request for news is answered that there are none
+_LONGEST_WAIT = 5.0  # seconds after which a request for news is answered with none
 _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript", "css": "text/css", "json": "application/json"}
 _MOST_SECONDS_OF_SILENCE = 60.0  # of a client that has not sent its request, or does not read its answer
-# Plotly sets the styles of elements; nothing else may come from anywhere but here
+# Plotly sets the styles of elements; everything else must come from this server
 _POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'none'"
 
 Forecast = Callable[[str, Mapping[str, str]], Any]  # of a directory, with the options of a query
 
 
 class _Reader(threading.Thread):
-    """Reads a run again and again. A store that does not answer stops this thread, but no other."""
+    """Polls a run. A store that does not answer blocks this thread, but no other."""
 
     def __init__(self, run: WatchedRun, goal: Mapping[str, float], news: threading.Condition) -> None:
         super().__init__(daemon=True)
         self.watched, self.has_ended = run, threading.Event()
         self._goal, self._news, self._lock = goal, news, threading.Lock()
-        self._began = math.inf  # the current look
+        self._began = math.inf  # when the current look began
         self._shown = run.as_dict(goal)
 
     def look(self) -> bool:
-        """Read what is new; whether there may be more."""
+        """Read what is new, and return whether there may be more."""
         before, self._began = self.watched.version, time.monotonic()
         with self._lock:
             has_more = self.watched.poll()
@@ -65,7 +65,7 @@ class _Reader(threading.Thread):
         return time.monotonic() - self._began > _LONGEST_LOOK
 
     def as_dict(self) -> dict[str, Any]:
-        """What the page shows: what was known before, if its files do not answer."""
+        """What the page shows; if the files do not answer, what it showed before."""
         is_late = self.is_late
         if self._lock.acquire(timeout=0.0 if is_late else _LONGEST_LOOK):
             self._shown = self.watched.as_dict(self._goal)
@@ -76,7 +76,7 @@ class _Reader(threading.Thread):
 
 
 class Watcher:
-    """Reads the runs again and again, each in a thread, and has what the page asks for."""
+    """Polls the runs, each in a thread, and has what the page asks for."""
 
     def __init__(self, directories: Sequence[str], goal: Mapping[str, float]) -> None:
         self.runs = [WatchedRun(directory) for directory in directories]
@@ -96,7 +96,7 @@ class Watcher:
         return self._first_version + sum(run.version for run in self.runs) + num_late * _MOST_VERSIONS
 
     def data(self, seen: int) -> bytes | None:
-        """All runs as JSON, as soon as something has changed since the version that was seen; None if nothing does."""
+        """All runs as JSON, as soon as something has changed since the version that was seen; None if nothing has."""
         with self._news:
             self._news.wait_for(lambda: self._version != seen or self.is_closed, _LONGEST_WAIT)
         if not all(reader.is_alive() for reader in self._readers) and not self.is_closed:
@@ -112,7 +112,7 @@ class Watcher:
             return self._made[1]
 
     def close(self) -> None:
-        """End the threads, and answer all requests that wait."""
+        """End the threads, and answer all waiting requests."""
         self.is_closed = True
         for reader in self._readers:
             reader.has_ended.set()
@@ -141,7 +141,7 @@ class Server(ThreadingHTTPServer):
         self.cookie = f"vbs-token-{self.server_address[1]}"  # a browser shares cookies among the ports of a host
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print what has failed, unless it is that a browser has closed its connection."""
+        """Print an error, unless it is only that a browser has closed its connection."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -159,13 +159,13 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _MOST_SECONDS_OF_SILENCE
 
     def do_GET(self) -> None:
-        """Answer one of the few requests that there are."""
+        """Answer one of the few supported requests."""
         if self.server.watcher.is_closed:
             self.close_connection = True
             return
         try:
             address = urlsplit(self.path)
-        except ValueError:  # a host that is none
+        except ValueError:  # an invalid host
             self._send(HTTPStatus.BAD_REQUEST, "text/plain", b"there is no such address\n")
             return
         query = {name: values[-1] for name, values in parse_qs(address.query).items()}
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_allowed(self, query: Mapping[str, str]) -> bool:
         """Whether the request has the token; on this machine, whether it names this machine.
 
-        A page of another site may let its name lead to this machine, and would then read the answers.
+        Another site might make its name resolve to this machine, and its page could then read the answers.
         """
         token = self.server.token
         if token is None:
@@ -235,4 +235,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing of each request."""
+        """Do not log each request."""

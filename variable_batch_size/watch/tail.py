@@ -9,7 +9,7 @@ from pathlib import Path
 from variable_batch_size.urls import as_os_error, filesystem_of, is_url, local_path
 
 _MOST_BYTES = 4_000_000  # that are read at once
-_OVERLAP = 64  # bytes before the position that must be the same, or else the file was replaced
+_OVERLAP = 64  # bytes before the position; if they differ, the file was replaced
 _LONGEST_LINE = 4096  # of a record, in a sample of them
 _SECONDS_BETWEEN_LOOKS = 5.0  # at a URL
 
@@ -22,8 +22,8 @@ class Tail:
 
     def __init__(self, directory: str, name: str) -> None:
         self.num_restarts = 0
-        self.has_more = False  # whether there are complete lines that were not read yet
-        self.error: str | None = None  # why the file could not be read; None if it can, or if there is none
+        self.has_more = False  # whether there are complete lines that have not been read yet
+        self.error: str | None = None  # why the file could not be read; None if it was read, or does not exist
         self._position, self._before, self._looked_at, self._size = 0, b"", 0.0, 0
         self._remote = None
         if is_url(directory):
@@ -38,7 +38,7 @@ class Tail:
         return self._position / self._size if self.has_more else 1.0
 
     def lines(self) -> list[bytes]:
-        """The complete lines after those that were read; a part of them if they are many."""
+        """The complete lines after those already read; only the first ones if there are many."""
         now = time.monotonic()
         if self._remote is not None and not self.has_more and now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return []
@@ -62,7 +62,7 @@ class Tail:
         complete, newline, _ = text[len(self._before) :].rpartition(b"\n")
         if not newline and len(text) - len(self._before) < _MOST_BYTES:
             return []
-        if not newline:  # no line of a run is as long: what follows is no record either
+        if not newline:  # no line of a run is that long: the rest of this one is not a record either
             self._position, self._before = end, text[-_OVERLAP:]
             return []
         self._position += len(complete) + 1
@@ -78,13 +78,13 @@ class Tail:
             self._position, self._before = start + len(complete + newline), (complete + newline)[-_OVERLAP:]
 
     def is_long(self) -> bool:
-        """Whether it takes more than a moment to read it, and less to read a sample of it, which is many requests."""
+        """Whether it takes a while to read. Never for a URL, where a sample would need many requests."""
         with suppress(OSError):
             return self._remote is None and self._found_size() > _MOST_BYTES
         return False
 
     def sample(self, number: int) -> list[bytes]:
-        """A line at each of so many evenly spaced positions, the last line included; a quick look at a long file."""
+        """A line at each of `number` evenly spaced positions, including the last line: a quick look at a long file."""
         with suppress(OSError):
             size = self._found_size()
             places = [max(0, size - 2 * _LONGEST_LINE) * index // (number - 1) for index in range(number)]
@@ -101,7 +101,7 @@ class Tail:
             return None
 
     def age(self) -> float:
-        """The seconds since the file was written to; infinite if there is none."""
+        """The seconds since the file was last written to; infinite if it does not exist."""
         with suppress(OSError):
             if self._remote is None:
                 return max(0.0, time.time() - os.stat(self._path).st_mtime)
