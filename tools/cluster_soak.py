@@ -2,8 +2,8 @@
 
 PYTHONPATH=test/support python tools/cluster_soak.py --kills 50 [--ray] [--seed 0]
 
-Three jobs on two cores are killed with SIGKILL, now one process and now all of a job, at any time: while they start,
-train, save or stop. All must end, and have the weights of their executed trace alone.
+Three jobs on two cores are killed with SIGKILL, either one process or all of a job, at any time: while they start,
+train, save or stop. All must end with the weights that their executed trace alone gives.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def jobs_file(folder: Path) -> Path:
 
 
 def kill_some(run: ClusterRun, draws: random.Random) -> bool:
-    """Kill one process, or all, of a job: mostly of one that has trained since its start, at times of any."""
+    """Kill one process, or all, of a job: mostly of one that has trained since its start, sometimes of any."""
     running = [job for job in run.jobs if job.group is not None]
     if draws.random() < 0.9:
         running = [job for job in running if job.newest() != job.mark]

@@ -58,9 +58,9 @@ NEW_STATE: tuple[str, ...] = ()
 # other intended differences: pattern of the run, pattern of the path in it, reason
 ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("*", "run.setup*", "the option loss_scale is gone, so ranks compare one number less before the first step"),
-    ("fully_shard*", "*counts*", "loss scales travel no more, which saves bytes and waits"),
-    ("fully_shard*", "run.collectives*", "likewise"),
-    ("fully_shard*", "run.waits*", "likewise"),
+    ("fully_shard*", "*counts*", "loss scales are no longer sent, which saves bytes and waits"),
+    ("fully_shard*", "run.collectives*", "the same"),
+    ("fully_shard*", "run.waits*", "the same"),
 )
 
 LIMIT = datetime.timedelta(seconds=300)  # timeout of a collective: a rank that waits longer waits for a failed one

@@ -59,7 +59,7 @@ def make(name: str, *args: Any, **options: Any) -> Any:
 
 
 def call(thing: Any, name: str, *args: Any, **options: Any) -> Any:
-    """Call a method under its old or new name, with its options likewise."""
+    """Call a method and its options under their old or new names."""
     found = getattr(thing, name) if hasattr(thing, name) else getattr(thing, NEW_NAMES[name])
     return found(*args, **_under_present_names(options, found))
 
@@ -110,7 +110,7 @@ def plain(value: Any) -> Any:
 
 
 class Counts(TorchDispatchMode):
-    """Counts collectives with their bytes, and reads of single numbers, also those inside of wrappers of torch.
+    """Counts collectives with their bytes, and reads of single numbers, including those inside wrappers of torch.
 
     Attributes:
         collectives: how many calls of each operation there were, and the bytes of all tensors in them.

@@ -145,7 +145,7 @@ def vectors(dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tenso
 
 
 def texts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and targets of which some samples have none (-100)."""
+    """Tokens, and targets, which some samples lack (-100)."""
     generator = torch.Generator().manual_seed(2)
     x, y = (torch.randint(0, NUM_CLASSES, (NUM_SAMPLES, 6), generator=generator) for _ in range(2))
     lengths = torch.randint(0, 7, (NUM_SAMPLES,), generator=generator)
@@ -203,7 +203,7 @@ def zero(model: nn.Module) -> Any:
     return ZeroRedundancyOptimizer(list(model.parameters()), torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
-# ---------------------------------------------------------------------------------------------- ways to spread a model
+# ----------------------------------------------------------------------------------------------- ways to shard a model
 
 
 def plain(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:

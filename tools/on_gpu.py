@@ -1,4 +1,4 @@
-"""Train on a GPU and on the CPU, and print how far the weights are apart and whether the host has waited for the GPU.
+"""Train on a GPU and on the CPU, and print how far the weights differ and whether the host has waited for the GPU.
 
 PYTHONPATH=.:test/support python tools/on_gpu.py
 """
@@ -112,7 +112,7 @@ def with_open_steps(device, rule="linear", **options):
 
 
 def with_noise(device, rule="surge", halves=False, inner=torch.optim.AdamW, fused=False, **options):
-    """Steps of one and two minibatches, of which noise is measured."""
+    """Steps of one and two minibatches, in which noise is measured."""
     model, data = network(device), samples(device)
     sampler = vbs.CustomSampler(dataset_size=len(data), trace=[8, 16] * 20, minibatch_size=8)
     inner = inner(model.parameters(), lr=0.01, fused=fused, **({} if inner is torch.optim.SGD else {"eps": 0.01}))
@@ -159,14 +159,14 @@ OTHERS = {
 
 
 def check_formulas():
-    """Raise unless a kernel of every operator has the results of tensors."""
+    """Raise unless the kernels of all operators have the same results as operations on tensors."""
     if not cuda_operations.are_available(torch.device("cuda")):
         print("Formulas are operations of torch: this version compiles no kernels")
         return
     tensors = results(SingleProcess().as_operation, "cpu", torch.float64)
     kernels = results(cuda_operations.as_operation, "cuda", torch.float64)
     torch.testing.assert_close(kernels, tensors, equal_nan=True, rtol=1e-14, atol=0)
-    print(f"Formulas are a kernel, which has the {sum(map(len, tensors))} results of tensors")
+    print(f"Formulas are a kernel, with the same {sum(map(len, tensors))} results as operations on tensors")
 
 
 def apart(found, expected):

@@ -3,9 +3,9 @@
 python tools/release.py --out DIRECTORY --repository https://example.org/owner/name
 python tools/release.py --out DIRECTORY --try python3.10:2.4 --try python3.13:newest --sdist python3.11:2.9
 
-The files are those of the last commit. With a repository, links and pictures of the README get absolute addresses, of
+The files are those of the last commit. With a repository, links and pictures of the README get absolute addresses at
 the tag of this version, as an index has no other files. The wheel is installed by its name, from an index in the
-directory, with the dependencies from the usual one. Needs git, and the network for packages.
+directory; its dependencies come from the usual index. Needs git, and the network for packages.
 """
 
 import argparse

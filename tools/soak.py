@@ -50,7 +50,7 @@ SETTINGS_ON_ANY_CORES = [*SETTINGS[:3], *SETTINGS[5:]]
 
 
 class Broken(Exception):
-    """A promise."""
+    """A promise was broken."""
 
 
 def check(is_kept, promise, session=None):
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most_cores", type=int, default=MOST_CORES)
-    parser.add_argument("--directory", type=Path, help="to go on there when started again; a temporary one if missing")
+    parser.add_argument("--directory", type=Path, help="to resume there when started again; a temporary one by default")
     flags = parser.parse_args()
     torch.set_num_threads(1)  # also so that forked processes can have their own threads
     with tempfile.TemporaryDirectory() as temporary:

@@ -130,7 +130,7 @@ def test_invalid_numbers_raise(capsys):
     assert main(shlex.split("cbs digits --after 320 --samples 320 --tolerance -1")) == 1
     assert "`tolerance` must be a non-negative number, got -1.0" in capsys.readouterr().err
     assert main(shlex.split("cbs digits --after 320 --samples 320 --seeds 1")) == 1
-    assert "--seeds must be at least 2, because one has no interval, got 1" in capsys.readouterr().err
+    assert "--seeds must be at least 2, because a single seed gives no interval, got 1" in capsys.readouterr().err
     assert main(shlex.split("cbs digits --after 320 --samples 320 --factors 1 1")) == 1
     assert "--factors must have a number above 1, got only 1: the base size is not an answer" in capsys.readouterr().err
     with pytest.raises(ValueError, match="`samples` must be a positive integer, got 0"):

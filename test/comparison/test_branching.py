@@ -71,7 +71,7 @@ def test_legs_that_have_ended_are_not_run_again(tmp_path, monkeypatch):
     assert ended == [TRUNK, leg(), leg(seed=1)]
 
 
-def test_a_leg_that_fails_names_itself_and_the_reason(tmp_path, capsys):
+def test_error_of_a_failed_leg_names_it_and_the_reason(tmp_path, capsys):
     source = SOURCE._replace(source="another")
     with pytest.raises(ValueError, match=r"constant at 16, seed 9, .* failed: ValueError: the file of digits differs"):
         Legs(source, tmp_path, InThisProcess(), lambda leg, ran: None).run([(TRUNK, None)])

@@ -99,7 +99,7 @@ def test_background_process_ignores_ctrl_c_of_the_foreground(tmp_path):
 
 
 def lead_session(arguments):
-    """The command in a session of its own, with runs in spawned processes, as for a user."""
+    """The command in a separate session, with runs in spawned processes, as for a user."""
     os.setsid()
     warnings.simplefilter("error")
     sys.exit(main(arguments))

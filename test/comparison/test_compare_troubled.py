@@ -58,7 +58,7 @@ def test_run_that_depends_on_the_updates_of_a_failed_run_fails(tmp_path):
     assert found["ramp", "adascale", 0]["updates"] == found["ramp", "linear", 0]["updates"]
     assert found["ramp", "linear", 1]["status"] == "failed"
     assert found["ramp", "linear", 1]["reason"] == (
-        "it was to make as many updates as (ramp, adascale, seed 1), which failed"
+        "it needs the number of updates of (ramp, adascale, seed 1), which failed"
     )
 
 

@@ -40,5 +40,5 @@ def test_rules_that_need_no_noise_are_measured_as_well():
 
 
 def test_one_seed_has_no_interval():
-    with pytest.raises(ValueError, match="`seeds` must be at least 2, because one has no interval, got 1"):
+    with pytest.raises(ValueError, match="`seeds` must be at least 2, because a single seed gives no interval, got 1"):
         measure_noise("digits", rule="adascale", steps=10, seeds=1)

@@ -133,7 +133,7 @@ def test_missing_library_is_named_with_the_package_to_install(tmp_path, capsys, 
     assert f"needs {library}: {either}" in capsys.readouterr().err
 
 
-def test_libraries_are_missed_before_the_first_run_and_all_at_once(tmp_path, capsys, monkeypatch):
+def test_missing_libraries_are_reported_before_the_first_run_and_all_at_once(tmp_path, capsys, monkeypatch):
     for library in ("jinja2", "tensorboardX"):
         monkeypatch.setitem(sys.modules, library, None)
     assert main(["compare", "--out", str(tmp_path / "results")]) == 1
@@ -142,7 +142,7 @@ def test_libraries_are_missed_before_the_first_run_and_all_at_once(tmp_path, cap
     assert not (tmp_path / "results").exists()
 
 
-def test_what_the_page_needs_is_loaded_when_it_is_made():
+def test_libraries_of_the_page_are_loaded_when_it_is_made():
     code = "import sys, variable_batch_size.command.compare; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"jinja2", "plotly", "scipy", "torch"} & set(done.stdout.split())

@@ -30,10 +30,10 @@ def test_an_undecided_comparison_asks_for_more_seeds():
     arms = [arm("linear", 98.3, 98.6, updates=105), arm("root", 98.5, 97.0)]  # differences 0.2, −1.6
     assert summarized(arms) == (
         f"{COST}, with no clear difference in accuracy (0.15 ± 0.64 points higher). "
-        "More seeds are needed to tell linear from root apart (± 11.44 points with 2)."
+        "More seeds are needed to tell linear from root (± 11.44 points with 2)."
     )
     arms.append(arm("adascale", 98.2, 98.6))
-    expected = "More seeds are needed to tell linear from adascale and root apart (up to ± 11.44 points with 2)."
+    expected = "More seeds are needed to tell linear from adascale and root (up to ± 11.44 points with 2)."
     assert summarized(arms).endswith(expected)
 
 
@@ -41,11 +41,11 @@ def test_one_seed_decides_nothing():
     arms = [arm("linear", 97.0, updates=105), arm("root", 96.0)]
     assert summarized(arms) == (
         f"{COST}, with 1.20 points less accuracy in a single seed. "
-        "More seeds are needed to tell linear from root apart (a single one cannot tell a difference from chance)."
+        "More seeds are needed to tell linear from root (a single one cannot tell a difference from chance)."
     )
 
 
-def test_a_rule_that_diverged_is_behind_and_named():
+def test_a_rule_that_diverged_ranks_last_and_is_named():
     arms = [arm("linear", 99.9, "diverged", "diverged"), arm("root", 96.0, 96.2, 96.4, updates=105)]
     assert summarized(arms) == (
         f"{COST.replace('linear', 'root')}, at 2.17 ± 0.14 points less accuracy. "
@@ -65,7 +65,7 @@ def test_without_a_baseline_the_metric_itself_is_given():
 
 def test_failed_runs_with_other_seeds_decide_nothing():
     arms = [arm("linear", 90.0, 91.0, 99.0), arm("root", 92.0, 93.0, "failed")]
-    assert "to tell linear from root apart (the runs that failed had other seeds)." in summarized(arms, None)
+    assert "to tell linear from root (the runs that failed had other seeds)." in summarized(arms, None)
 
 
 def test_equal_numbers_of_updates_and_metrics_without_per_cent():

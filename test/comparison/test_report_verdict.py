@@ -20,7 +20,7 @@ def test_verdict_names_the_best_rule_the_gaps_and_failed_runs():
         arm("root", "diverged", "diverged", "failed"),
     ]
     assert verdict(SETTINGS, arms, REFERENCE) == (
-        "best is linear with 98.20 ± 0.20 %; constant 2.10 ± 0.25 points lower. Against always a batch of 16 "
+        "best is linear with 98.20 ± 0.20 %; constant 2.10 ± 0.25 points lower. Against a constant batch of 16 "
         "(98.37 ± 0.15 %), linear is 0.17 ± 0.14 points lower. root: 2 of 3 diverged, 1 of 3 failed."
     )
     assert ranking_in_words(SETTINGS, arms) == (
@@ -37,7 +37,7 @@ def test_no_rule_is_best_if_the_first_two_cannot_be_distinguished():
     ]
     assert verdict(SETTINGS, arms, REFERENCE) == (
         "undecided, as linear with 98.20 ± 0.20 % is not clearly ahead of adascale (0.10 ± 0.50 points lower) and root "
-        "(0.10 ± 0.90 points lower); constant 2.10 ± 0.25 points lower. Against always a batch of 16 "
+        "(0.10 ± 0.90 points lower); constant 2.10 ± 0.25 points lower. Against a constant batch of 16 "
         "(98.37 ± 0.15 %), linear is 0.17 ± 0.14 points lower."
     )
     assert ranking_in_words(SETTINGS, arms) == "linear, adascale, root > constant"

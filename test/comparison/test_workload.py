@@ -37,7 +37,7 @@ def test_images_come_from_the_files_of_torchvision(tmp_path):
     assert 0 <= workload.metric(outputs, workload.train[:][1]) <= 100
 
 
-def test_missing_images_are_said(tmp_path):
+def test_missing_images_are_reported(tmp_path):
     with pytest.raises(ValueError, match=r"does not contain torchvision's files of mnist$"):
         load_workload("mnist", str(tmp_path))
 

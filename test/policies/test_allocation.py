@@ -147,7 +147,7 @@ def test_a_core_goes_where_it_brings_most():
     assert found.value == pytest.approx((2 / (1 / 1.9) - 1.9 / 2.7) + (2 * 1.1 - 1.1))
 
 
-def test_fairer_powers_leave_nobody_waiting():
+def test_fairer_powers_leave_no_job_waiting():
     jobs = [Job(name="large", speeds=(10.0, 20.0)), Job(name="small", speeds=(1.0, 1.0))]
     assert allocate(jobs, [2], power=-1.0).cores == {"large": 1, "small": 1}
     poor = [Job(name="scales", speeds=(1.0, 2.5)), Job(name="other", speeds=(1.0,))]
@@ -175,10 +175,10 @@ def test_a_job_that_slows_down_on_more_cores_is_worth_no_more_than_others():
 
 def test_the_pool_that_pays_off_most_is_suggested():
     jobs = [Job(name="a", speeds=(1.0, 1.9, 2.6, 3.0)), Job(name="b", speeds=(1.0, 1.2))]
-    # one core more brings 1, 1, 0.9, 0.7, 0.4, 0.2
+    # one more core brings 1, 1, 0.9, 0.7, 0.4, 0.2
     for price, number in ((0.95, 2), (0.8, 3), (0.5, 4), (0.1, 6), (2.0, 0)):
         assert suggest_nodes(jobs, 1, price=price, worth=1.0, max_nodes=8)[0] == number
-    # of nodes of two cores: 2, 3.1, 4.2, as a job has no three cores of them
+    # with nodes of two cores: 2, 3.1, 4.2, as no job can have three cores
     assert suggest_nodes(jobs, 2, price=0.5, worth=1.0, max_nodes=8) == (
         3,
         "one more brings 0.00 an hour and costs 1.00",
@@ -194,7 +194,7 @@ def test_a_restart_must_pay_off_within_the_horizon():
     for work, cores in ((29.0, 1), (31.0, 2)):
         job = Job(name="a", speeds=(1.0, 1.5), cores=1, restart_seconds=10.0, work=work)
         assert allocate([job], [2]).cores == {"a": cores}
-    # half as fast again pays for 10 s within 30 s, which it may be expected to last after 30 s
+    # 1.5 times as fast pays for 10 s within 30 s; after 30 s, a job is expected to last 30 s more
     for since, cores in ((29.0, 1), (31.0, 2)):
         job = Job(name="a", speeds=(1.0, 1.5), cores=1, since=since, restart_seconds=10.0)
         assert allocate([job], [2]).cores == {"a": cores}

@@ -82,7 +82,7 @@ def test_bounds_are_never_broken(case):
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
-def test_a_change_is_made_for_the_threshold_only(case):
+def test_a_change_is_made_only_if_it_reaches_the_threshold(case):
     policy, found = case
     try:
         size, _ = policy.answer(found)
@@ -107,7 +107,7 @@ def test_autoscale_starts_at_the_reference_on_all_cores_and_tries_a_second_depth
         decision = policy.answer(situation(batch_size=128 * depth, timed_depths=(depth,), noise_scale=500.0))
         assert decision == Decision(128 * other, f"times unknown, trying {other} minibatches per core after {depth}")
     both = situation(batch_size=256, timed_depths=(1, 2), seconds_accumulating=1.0, seconds_updating=4.0)
-    assert policy.answer(both) == Decision(256, "noise unknown")  # a larger batch would not tell it
+    assert policy.answer(both) == Decision(256, "noise unknown")  # a larger batch would not measure it
 
 
 def test_autoscale_needs_two_minibatches_to_know_the_noise():
@@ -200,7 +200,7 @@ def test_critical_batch_doubles_while_the_cost_is_low():
 
 def test_on_plateau_uses_the_metric_or_else_the_loss():
     policy = vbs.policies.OnPlateau(factor=4, patience=2, min_delta=0.1)
-    losses = [1.0, 0.95, 0.95, 0.8, 0.79, 0.78, 0.5]  # the third is the second still, which counts once
+    losses = [1.0, 0.95, 0.95, 0.8, 0.79, 0.78, 0.5]  # the third is still the second, which counts once
     assert [policy.answer(situation(batch_size=64, loss=loss))[0] for loss in losses] == [64, 64, 64, 64, 64, 256, 64]
     policy.tell(0.3)
     policy.tell(0.7)
@@ -220,7 +220,7 @@ def test_on_plateau_with_higher_is_better():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_metric_that_is_not_finite_grows_nothing_and_is_logged_once(value, is_first, caplog):
+def test_a_metric_that_is_not_finite_changes_nothing_and_is_logged_once(value, is_first, caplog):
     policy = vbs.policies.OnPlateau(patience=2)
     if not is_first:
         policy.tell(1.0)

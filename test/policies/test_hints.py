@@ -66,7 +66,7 @@ def test_no_more_cores_than_minibatches_and_than_twice_those_that_were_timed():
 @pytest.mark.parametrize(
     ("run", "times"), [({**RUN, "noise_scale": None}, timed((1, 1.0, 2.0))), (RUN, StepTimes())], ids=["noise", "times"]
 )
-def test_nothing_is_claimed_before_it_is_measured(run, times):
+def test_hints_have_nothing_that_is_not_measured_yet(run, times):
     hints = hints_of(vbs.Autoscale(max_batch_size=1024), vbs.policies.Situation(cores=1, **run), times)
     assert hints.goodput is hints.throughput is hints.batch_sizes is None
     assert hints.seconds_left(1) is None and hints.speed(2) == 2.0

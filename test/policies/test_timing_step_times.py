@@ -60,7 +60,7 @@ def test_update_of_a_deeper_step_is_divided_from_all_its_minibatches():
 
 
 @pytest.mark.parametrize("update", [-1.0, 4.0, 9.0])
-def test_update_that_is_not_a_part_of_its_step_tells_nothing(update):
+def test_update_that_is_not_a_part_of_its_step_is_ignored(update):
     times = StepTimes()
     for _ in range(5):
         times.add(1, 1, 4.0, update)
@@ -69,7 +69,7 @@ def test_update_that_is_not_a_part_of_its_step_tells_nothing(update):
     assert times.seconds(1) is None
 
 
-def test_clock_that_stands_still_in_updates_tells_nothing_of_them():
+def test_clock_that_does_not_advance_in_updates_gives_no_time_for_them():
     times = StepTimes()
     for _ in range(5):
         times.add(1, 1, 4.0, 0.0)
@@ -198,7 +198,7 @@ def test_on_other_machines_the_times_of_all_numbers_of_cores_are_forgotten():
     assert times.seconds(2) == (10.0, 60.0)
 
 
-def test_steps_of_which_one_is_as_fast_as_before_are_not_those_of_a_slower_machine():
+def test_a_machine_is_not_slower_if_one_of_its_steps_is_as_fast_as_before():
     times = times_of({1: [4.0] * 9, 2: [5.0] * 9})
     times_of({2: [50.0, 50.0, 50.0, 50.0, 5.0] * 2}, times=times)
     assert times.depths(CORES) == (1, 2)

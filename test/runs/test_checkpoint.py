@@ -489,7 +489,7 @@ def test_executed_trace_marks_epochs_that_ended_early(tmp_path):
     lines = (tmp_path / "executed.csv").read_text().splitlines()
     assert lines[4:7] == [
         "2,8",
-        "# epoch 0 was left after 3 of its 5 steps: replayed, the epochs begin elsewhere",
+        "# epoch 0 was left after 3 of its 5 steps: in a replay, epochs begin elsewhere",
         "3,8",
     ]
 

@@ -239,7 +239,7 @@ def test_a_model_may_have_one_parameter(tmp_path):
     assert Run(tmp_path, model=nn.Linear(6, 1, bias=False)).optimizer.steps_done == 1
 
 
-def test_metrics_go_on_from_their_sums(tmp_path):
+def test_metrics_continue_from_their_sums(tmp_path):
     first, second = (vbs.Metrics("seen", device="cpu") for _ in range(2))
     first.add(seen=3)
     Run(tmp_path, metrics=[first]).checkpoint.save()

@@ -61,7 +61,7 @@ def test_run_of_another_process_is_refused_and_its_files_are_left(tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     _, _, optimizer, checkpoint = make(tmp_path)
     assert optimizer.steps_done == 3  # it can be read
-    refusal = r"belongs to process 1 on here since noon, which still runs: end that run, or use another directory"
+    refusal = r"belongs to process 1 on here since noon, which is still running: end that run, or use another directory"
     with pytest.raises(RuntimeError, match=refusal):
         next(checkpoint.epochs(1))
     with pytest.raises(RuntimeError, match=refusal):
@@ -75,7 +75,7 @@ def test_run_that_was_read_while_another_one_saved_must_be_read_again(tmp_path):
     _, _, _, checkpoint = make(tmp_path)
     (tmp_path / LOCK).unlink()
     (tmp_path / "step-000000003.pt").rename(tmp_path / "step-000000004.pt")
-    with pytest.raises(RuntimeError, match=r"another run has saved to .* since: make the checkpoint again"):
+    with pytest.raises(RuntimeError, match=r"another run has saved to .* since: create a new Checkpoint"):
         next(checkpoint.epochs(1))
     assert not (tmp_path / LOCK).exists()
 
@@ -103,7 +103,7 @@ def test_lock_that_another_run_has_replaced_raises_at_the_next_save(tmp_path):
     assert (tmp_path / LOCK).read_text() == owned_by()  # it is not ours to remove
 
 
-def test_of_two_runs_that_find_no_lock_in_the_same_moment_one_is_refused(tmp_path, monkeypatch):
+def test_of_two_runs_that_find_no_lock_at_the_same_moment_one_is_refused(tmp_path, monkeypatch):
     one, has_read, refused = RunLock(tmp_path, None), threading.Event(), []
 
     def read(self, read=RunLock._read):
@@ -163,7 +163,7 @@ def test_lock_of_another_machine_is_taken_over_unless_it_is_renewed(tmp_path, ca
         next(checkpoint.epochs(1))
     del checkpoint._store._lock._read
     assert list(checkpoint.epochs(1)) == []
-    assert f"{tmp_path} belongs to process 1 on there since noon: waiting 0.3 s for its end" in caplog.messages
+    assert f"{tmp_path} belongs to process 1 on there since noon: waiting 0.3 s for it to end" in caplog.messages
     assert not (tmp_path / "step-000000009.pt.tmp").exists()
 
 

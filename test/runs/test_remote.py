@@ -249,7 +249,7 @@ def test_a_trace_at_a_url_that_cannot_be_read_names_the_extra():
         vbs.Trace.read(Path("s3://bucket/a.csv"))
 
 
-def test_what_is_no_address_of_objects_is_refused(tmp_path):
+def test_unsupported_addresses_are_refused(tmp_path):
     with pytest.raises(ImportError, match=r"^gs://bucket/run needs gcsfs: pip install 'variable_batch_size\[gs\]', or"):
         bucket_run.train("gs://bucket/run")
     with pytest.raises(ImportError, match=r"^git://run: Install pygit2 to browse local git repos$"):

@@ -262,7 +262,7 @@ def test_momentum_of_summed_gradients_is_not_used_for_means(tmp_path, before, no
         Run(tmp_path, LONG, kind=now, allow_changes={"rule", "minibatch_size"}, **how)
 
 
-# ------------------------------------------------------------------------------------------- what is said and refused
+# ----------------------------------------------------------------------------------------- what is logged and refused
 
 
 def test_changes_are_logged_with_old_and_new_values(tmp_path, caplog):

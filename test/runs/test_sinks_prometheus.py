@@ -18,7 +18,7 @@ def scraped(sink):
         return {sample.name: (sample.value, sample.labels) for family in families for sample in family.samples}
 
 
-def test_a_scrape_has_the_numbers_of_the_latest_record_while_the_run_goes_on():
+def test_a_scrape_has_the_numbers_of_the_latest_record_during_the_run():
     model, found = torch.nn.Linear(2, 1), []
     loader = vbs.DataLoader([torch.ones(2)] * 16, trace=[4, 8], minibatch_size=4)
     optimizer = vbs.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), loader, rule="linear", ref_batchsize=4)

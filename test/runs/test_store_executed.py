@@ -44,8 +44,8 @@ def test_epochs_that_ended_early_are_marked_at_the_start_of_the_next(path):
         file.append(steps_of_epochs)
     assert path.read_text().splitlines()[2:] == [
         "0,8",
-        "# epoch 0 was left after 1 of its 4 steps: replayed, the epochs begin elsewhere",
-        "# epoch 1 was left after 0 of its 2 steps: replayed, the epochs begin elsewhere",
+        "# epoch 0 was left after 1 of its 4 steps: in a replay, epochs begin elsewhere",
+        "# epoch 1 was left after 0 of its 2 steps: in a replay, epochs begin elsewhere",
         "1,24",
         "2,8",
     ]

@@ -22,7 +22,7 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
 
-_TESTS = 5  # of each leg
+_TESTS = 5  # per leg
 _POWER = "S^"
 
 
@@ -42,7 +42,7 @@ class PowerRule(Rule):
 
 
 def arm_of(exponent: float) -> str:
-    """The name of the branches with an exponent: a rule's if there is one.
+    """The name of the branches with an exponent: that of the rule, if one has this exponent.
 
     >>> arm_of(1.0), arm_of(0.75)
     ('linear', 'S^0.75')
@@ -65,7 +65,7 @@ class Source(NamedTuple):
     lr: float | None
     minibatch_size: int
     ref_batchsize: int
-    num_samples: int  # of the whole training, for the schedule of the learning rate
+    num_samples: int  # of the full training, for the learning-rate schedule
 
 
 class Leg(NamedTuple):
@@ -91,16 +91,16 @@ class Leg(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a leg has found."""
+    """The result of a leg."""
 
     curve: tuple[tuple[int, float], ...]  # samples of the branch, and the test loss
     seconds: float
-    noise: float | None = None  # the noise scale in samples, if the rule measures it; NaN if no gradient has a norm
-    factor: float = 1.0  # of the learning rate, at the end
+    noise: float | None = None  # the noise scale in samples, if the rule measures it; NaN if no gradient norm is finite
+    factor: float = 1.0  # the learning-rate factor at the end
 
     @property
     def loss(self) -> float:
-        """At the end; infinite if the leg has diverged."""
+        """The test loss at the end; infinite if the leg has diverged."""
         return self.curve[-1][1] if math.isfinite(self.curve[-1][1]) else math.inf
 
 
@@ -108,12 +108,12 @@ class Ran(NamedTuple):
 def _workload(name: str, source: str | None, datadir: str | None) -> Workload:
     if source_of(name) != source:
         raise ValueError(f"the file of {name} differs on this worker: copy the same one to all workers")
-    torch.manual_seed(0)  # a workload may draw its data, which must be the same for all legs
+    torch.manual_seed(0)  # a workload may generate random data, which must be the same for all legs
     return load_workload(name, datadir)
 
 
 def run_leg(source: Source, leg: Leg, before: bytes | None) -> tuple[Ran, bytes]:
-    """Train from a state, None for a new model; returns what was found, and the state at the end.
+    """Train from a state, or a new model if it is None, and return the result and the state at the end.
 
     All arms of a seed train on the same samples in the same order.
     """
@@ -167,7 +167,7 @@ def _load(training: Training, leg: Leg, before: bytes) -> None:
 
 
 def _tested(training: Training, leg: Leg, base_lrs: Sequence[float], num_samples: int) -> Iterator[int]:
-    """Train with the schedule of the workload, and yield the samples done where a test is due."""
+    """Train with the schedule of the workload, and yield the number of samples done whenever a test is due."""
     optimizer, schedule = training.optimizer, training.workload.schedule
 
     def schedule_lr() -> None:
@@ -181,7 +181,7 @@ def _tested(training: Training, leg: Leg, base_lrs: Sequence[float], num_samples
 
 
 class InThisProcess(AbstractContextManager["InThisProcess"]):
-    """Does work when its outcome is asked for, with the interface of LocalProcesses."""
+    """Does work when its outcome is requested; has the interface of LocalProcesses."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Any, Work]] = []
@@ -202,20 +202,20 @@ class InThisProcess(AbstractContextManager["InThisProcess"]):
 
 
 class Legs:
-    """Runs legs that are not in the directory yet, and keeps what they find there.
+    """Runs the legs whose results are not in the directory yet, and saves their results there.
 
     Args:
-        source: what they train.
+        source: what the legs train.
         directory: for the files of the legs.
         makers: LocalProcesses, OnExecutor or InThisProcess.
-        on_end: called with each leg that has ended, also in an earlier process.
+        on_end: called with each leg that has ended, including legs of an earlier process.
     """
 
     def __init__(self, source: Source, directory: Path, makers: Any, on_end: Callable[[Leg, Ran], None]) -> None:
         self._source, self._directory, self._makers, self._on_end = source, directory, makers, on_end
 
     def run(self, legs: Iterable[tuple[Leg, Leg | None]]) -> dict[Leg, Ran]:
-        """Run legs, each after the one that it continues or branches from; those have ended."""
+        """Run legs, each from the end of the leg that it continues or branches from, which must have ended."""
         found: dict[Leg, Ran] = {}
         to_do = []
         for leg, before in legs:
@@ -244,13 +244,13 @@ class Legs:
     def moved(
         self, name: str, spans: Mapping[str, Sequence[tuple[Leg, Leg] | None]], first: str
     ) -> dict[str, list[float]]:
-        """How far each arm has moved along the first arm, with each seed.
+        """How far each arm has moved in the direction of the first arm, with each seed.
 
-        A span is two legs of an arm with one seed, and its displacement that of the weights between their ends; None,
-        after a branch has diverged, gives NaN. What counts is the mean of its scalar products with the displacements
-        of the first arm with all *other* seeds: noise is independent between seeds, and so is not taken for progress.
-        The momentum at the start of a branch is common to all seeds, and spans should start after it has decayed.
-        The result is kept in a file, because the states of legs may be deleted.
+        A span is two legs of an arm with the same seed. Its displacement is the change of the weights between their
+        ends; a span of None, after a branch has diverged, gives NaN. The result is the mean of its scalar products with
+        the displacements of the first arm with all *other* seeds: noise is independent between seeds, so it does not
+        count as progress. The momentum at the start of a branch is common to all seeds, so spans should start after it
+        has decayed. The result is kept in a file, because the states of legs may be deleted.
         """
         path = self._directory / f"{name}.json"
         if path.exists():

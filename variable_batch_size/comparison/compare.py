@@ -1,4 +1,4 @@
-"""compare: makes the missing runs of an experiment, in local processes or with an executor of a cluster."""
+"""compare: executes the missing runs of an experiment, in local processes or on the executor of a cluster."""
 
 import fcntl
 import inspect
@@ -51,7 +51,7 @@ def compare(
     origin: Mapping[str, Any],
     executor: str | None = None,
 ) -> None:
-    """Make every combination of traces, rules and seeds, and the yardstick of each seed, and write the results.
+    """Run every combination of traces, rules and seeds and the yardstick of each seed, and write the results.
 
     Runs that are done or diverged are not repeated; failed ones are. Results are also written after an interruption.
     """
@@ -60,7 +60,7 @@ def compare(
     makers = OnExecutor(executor, results) if executor else LocalProcesses(jobs, environments=variables)
 
     def outcomes(leaders: Mapping[Run, Run | None]) -> Iterator[tuple[Run, Outcome]]:
-        """Make runs, each after its leader, and yield each when it ends."""
+        """Execute runs, each after its leader, and yield each when it ends."""
         to_do, unfinished = list(leaders), set(leaders)
         while unfinished:
             run = next((run for run in to_do if leaders[run] not in unfinished), None)
@@ -71,12 +71,12 @@ def compare(
                 first = leaders[run]
                 led = None if first is None else results.read(first) or Outcome(status=FAILED)
                 if led is None or led.status != FAILED:
-                    # where the leader diverged, as many updates as the yardstick
+                    # if the leader diverged, as many updates as the yardstick
                     updates = led and (led.updates if led.status == DONE else settings.progress_goal)
                     options = {"datadir": datadir, "updates": updates}
                     makers.start(run, (train, (settings, run, results.directory), options))
                     continue
-                outcome = Outcome(status=FAILED, reason=f"it was to make as many updates as ({first}), which failed")
+                outcome = Outcome(status=FAILED, reason=f"it needs the number of updates of ({first}), which failed")
             unfinished.remove(run)
             yield run, outcome
 
@@ -97,7 +97,7 @@ def compare(
 
 @contextmanager
 def locked(directory: Path, command: str) -> Iterator[None]:
-    """Exclude other processes of a command with this directory."""
+    """Keep other processes of a command out of this directory."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".lock", "w") as file:
         try:
@@ -124,7 +124,7 @@ def environments(jobs: int, cores: int) -> list[dict[str, str]]:
 
 
 class LocalProcesses(AbstractContextManager["LocalProcesses"]):
-    """Processes that each make one run after another, with additional environment variables for each process."""
+    """Processes that each execute one run after another, with additional environment variables for each process."""
 
     def __init__(self, number: int, *, environments: Sequence[Mapping[str, str]] = ()) -> None:
         self._environments = environments or [{}] * number
@@ -221,7 +221,7 @@ def _summary(error: BaseException) -> str:
 
 
 def make(settings: Settings, run: Run, files: Mapping[str, bytes], options: Mapping[str, Any]) -> tuple[Outcome, bytes]:
-    """Make a run in a temporary directory with these files; returns its outcome and a zip file of its directory."""
+    """Execute a run in a temporary directory with these files; returns its outcome and a zip file of its directory."""
     with tempfile.TemporaryDirectory() as folder, _one_at_a_time, _quiet():
         results = Results(Path(folder))
         for name, content in files.items():
@@ -244,9 +244,9 @@ def _train(settings: Settings, run: Run, directory: Path, **options: Any) -> Out
 class OnExecutor:
     """Submits all runs to the executor that ``FILE.py:FUNCTION`` returns, with the interface of LocalProcesses.
 
-    Runs of an experiment get its files and return theirs. Without `results`, work needs its arguments only.
+    Runs receive the files of their experiment and return their own. Without `results`, work needs only its arguments.
 
-    A new executor gets the runs of a process pool that breaks. If that also breaks, runs are submitted one at a time,
+    If a process pool breaks, its runs move to a new executor. If that also breaks, runs are submitted one at a time,
     until the run that breaks executors is found and marked as failed.
     """
 
@@ -304,7 +304,7 @@ class OnExecutor:
             self._submitted[future] = run
 
     def _outcome(self, run: Any, future: Future[Any]) -> Any:
-        """The outcome of a run, whose files are unpacked; None if it is to be submitted again."""
+        """Unpack the files of a run and return its outcome; None if it must be submitted again."""
         try:
             if self._results is None:
                 return future.result()
@@ -347,6 +347,6 @@ def _abandon(executor: Executor) -> None:
     """Shut down an executor without waiting for its tasks, which are cancelled or killed if it supports that."""
     known = inspect.signature(executor.shutdown).parameters
     executor.shutdown(wait=False, **{name: True for name in ("cancel_futures", "kill_workers") if name in known})
-    if isinstance(executor, futures.ProcessPoolExecutor):  # which would complete the running tasks
+    if isinstance(executor, futures.ProcessPoolExecutor):  # it would complete the running tasks
         for process in multiprocessing.active_children():
             process.kill()

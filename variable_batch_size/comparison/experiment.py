@@ -54,7 +54,7 @@ class Settings:
     threads: int  # CPU threads of each core
     minibatch_size: int
     ref_batchsize: int
-    lr: float | None  # at `ref_batchsize`; None for that of the workload
+    lr: float | None  # at `ref_batchsize`; None for the workload's own
     num_samples: int  # of the yardstick, and of all other runs if `until` is "samples"
     until: str  # end runs after as many "samples", or as much "progress", as the yardstick
     on_end: OnEnd
@@ -68,7 +68,7 @@ class Settings:
         return math.ceil(self.num_samples / self.ref_batchsize)
 
     def leader(self, run: Run, rules: Sequence[str]) -> Run | None:
-        """The run that determines the number of updates of another: that of AdaScale, if runs end by its progress."""
+        """The run that determines another run's number of updates: that of AdaScale, if its progress ends the runs."""
         if self.until != "progress" or run.trace == REFERENCE or run.rule in MEASURING_RULES:
             return None
         return Run(run.trace, next(rule for rule in MEASURING_RULES if rule in rules), run.seed)
@@ -94,7 +94,7 @@ def runs_of(traces: Sequence[str], rules: Sequence[str], num_seeds: int) -> list
 
 
 def default_traces(ref_batchsize: int, num_samples: int, dataset_size: int) -> dict[str, Trace]:
-    """A ramp that doubles after each fifth of the samples, and a spot market, from 1 to 16 times the reference."""
+    """A ramp that doubles after each fifth of the samples, and a spot market, both from 1 to 16 times the reference."""
     most = max(1, min(16, dataset_size // ref_batchsize))
     sizes = [ref_batchsize * min(2**stage, most) for stage in range(5)]
     ramp = np.repeat(sizes, [math.ceil(num_samples / len(sizes) / size) for size in sizes])

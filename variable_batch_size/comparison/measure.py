@@ -26,7 +26,7 @@ _TESTS = 10  # of each branch
 
 
 def available_cores(device: str, *, threads: int) -> int:
-    """The number of GPUs of this machine, or of cores with so many threads that its CPUs suffice for, at least 1."""
+    """The number of GPUs of this machine, or of cores with this many threads each that its CPUs allow; at least 1."""
     number = torch.cuda.device_count() if device == "cuda" else (os.cpu_count() or 1) // threads
     return max(1, number)
 
@@ -96,7 +96,7 @@ def measure_noise(
     """Train for some steps with each of several seeds, and average the noise scale at 10 points of the training."""
     check_positive(steps=steps)
     if seeds < 2:
-        raise ValueError(f"`seeds` must be at least 2, because one has no interval, got {seeds}")
+        raise ValueError(f"`seeds` must be at least 2, because a single seed gives no interval, got {seeds}")
     runs = [
         on_cores(_noise_on_this_core, (workload, datadir, device, threads, rule, steps, seed), cores=1, device=device)
         for seed in range(seeds)
@@ -105,10 +105,10 @@ def measure_noise(
 
 
 def noise_band(seeds: Sequence[Sequence[tuple[float, float]]]) -> NoiseBand:
-    """The mean of noise scales over seeds, each a list of progress and noise scale at the same steps.
+    """The mean of noise scales over seeds, given as a list of progress and noise scale at the same steps for each.
 
-    As noise scales are positive, means and 95 % intervals are those of their logarithms. Points where the noise scale
-    of a seed is not known yet, or not finite, are left out.
+    As noise scales are positive, means and 95 % intervals are computed from their logarithms. Points where the noise
+    scale of a seed is not known yet, or not finite, are left out.
     """
     points = []
     for of_seeds in zip(*seeds, strict=True):
@@ -160,18 +160,18 @@ class Branch(NamedTuple):
         return [curve[-1][1] for curve in self.curves]
 
     def cost(self, first: "Branch") -> Estimate | None:
-        """The logarithm of the factor of samples to the same loss, over another branch with the same seeds.
+        """The logarithm of the samples for the same loss, relative to another branch with the same seeds.
 
         The mean over seeds, with its 95 % interval if there are several; None if a run of this branch has diverged or
-        has not lowered the loss. The loss is the lowest that both have reached with a seed, so that the answer does not
-        depend on how low a loss may get.
+        has not lowered the loss. For each seed, the loss is the lowest that both branches have reached, so the result
+        does not depend on how low a loss can get.
         """
         ratios = [_ratio(mine, theirs) for mine, theirs in zip(self.curves, first.curves, strict=True)]
         return None if math.inf in ratios else difference(list(map(math.log, ratios)))
 
 
 def _ratio(mine: Curve, theirs: Curve) -> float:
-    """The samples of one curve to the lowest loss that both have reached, over those of the other."""
+    """The samples of one curve to the lowest loss that both have reached, divided by the samples of the other."""
     lowest = [min(loss for _, loss in curve if not math.isnan(loss)) for curve in (mine, theirs)]
     if not math.isfinite(mine[-1][1]) or lowest[0] >= mine[0][1]:
         return math.inf
@@ -179,21 +179,21 @@ def _ratio(mine: Curve, theirs: Curve) -> float:
 
 
 def _samples_to(loss: float, curve: Curve) -> float:
-    """The samples after which a curve first reaches a loss below its start, on the line to that point."""
+    """The samples after which a curve first reaches a loss below its initial one, by linear interpolation."""
     for (samples, before), (next_samples, after) in itertools.pairwise(curve):
         if after <= loss:
             if not math.isfinite(before):
                 return next_samples
             return samples + (next_samples - samples) * (before - loss) / (before - after)
-    raise AssertionError("every loss that is asked for was reached")
+    raise AssertionError("every requested loss was reached")
 
 
 def branches(
     workload: Workload, sizes: Sequence[int], *, samples_before: int, samples: int, rule: str, seeds: int
 ) -> list[Branch]:
-    """Train at the first of some batch sizes, branch off at each, and test the losses on equally many samples.
+    """Train at the first of some batch sizes, branch off at each, and test the losses over equally many samples.
 
-    Their number is rounded up to a multiple of all batch sizes. All branches train with each of several seeds.
+    This number is rounded up to a multiple of all batch sizes. All branches train with each of several seeds.
     """
     check_positive(samples_before=samples_before, samples=samples, seeds=seeds)
     multiple = math.lcm(*sizes)
@@ -225,13 +225,13 @@ def _branch_curves(
 
 
 def _tested(training: Training, samples: int) -> Iterator[tuple[int, float]]:
-    """Train on some samples, and test the loss after each tenth of them, as far as steps end there."""
+    """Train on some samples, and test the loss after the first step that reaches each tenth of them."""
     for done in training.train_on(samples, stops=_TESTS):
         yield done, training.test()[0]
 
 
 class CriticalBatchSize(NamedTuple):
-    """Bounds of the largest batch size without many more samples to the same loss, as far as the branches show them."""
+    """Bounds of the largest batch size that does not need many more samples for the same loss, as found by branches."""
 
     at_least: int | None  # up to this one, no branch needs many more samples
     below: int | None  # the smallest one that does
@@ -250,11 +250,11 @@ class CriticalBatchSize(NamedTuple):
 
 
 def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> CriticalBatchSize:
-    """Bounds of the largest batch size up to which no branch needs a larger fraction of samples more than the first.
+    """Bounds of the largest batch size up to which no branch needs more than 1 + tolerance times the first's samples.
 
-    A branch does so if the 95 % interval of its factor of samples to the same loss is above 1 + tolerance, or if it has
-    diverged or not lowered the loss, and does not if the interval is below. The first branch is what the others are
-    compared with, and so is never the answer.
+    A branch needs more if the 95 % interval of its factor of samples to the same loss is above 1 + tolerance, or if it
+    has diverged or not lowered the loss. It does not if the interval is below. The others are compared with the first
+    branch, which is therefore never the answer.
     """
     first, *others = found
     for curve in first.curves:

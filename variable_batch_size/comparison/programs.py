@@ -22,7 +22,7 @@ from variable_batch_size.planning.tpu import Programs, compile_programs, parse_t
 
 
 class _Enough(BaseException):
-    """Ends a training, also in a loop that handles every Exception."""
+    """Ends a training, even in a loop that catches every Exception."""
 
 
 def programs_of(
@@ -36,7 +36,7 @@ def programs_of(
     is_spmd: bool = False,
 ) -> Programs:
     """Run a few steps of ``file.py:function`` on a virtual core, and compile their programs for a topology."""
-    compile_programs([], topology, python=python, cache=cache)  # whether there is a compiler that knows the topology
+    compile_programs([], topology, python=python, cache=cache)  # raises if no compiler supports the topology
     with tempfile.TemporaryDirectory() as directory:
         cores = parse_topology(topology)[1]
         with environment({"PJRT_DEVICE": "CPU", "XLA_FLAGS": tpu_compiler.dump_flags(Path(directory))}):
@@ -51,7 +51,7 @@ def programs_of(
 
 
 def _train(function: str, arguments: tuple[Any, ...], steps: int, cores: int) -> str:
-    """Train for a few steps; returns what failed."""
+    """Train for a few steps; returns the error, or an empty string."""
     stand_for(cores)
     file = function.rpartition(":")[0]
     if file.endswith(".py"):
@@ -69,11 +69,11 @@ def _train(function: str, arguments: tuple[Any, ...], steps: int, cores: int) ->
 
 
 def stand_for(cores: int) -> None:
-    """Trace what the first of several cores would on a TPU, with the buffers that it donates, on the only core here.
+    """On the only core here, trace what the first of several cores would on a TPU, with the buffers that it donates.
 
-    Several virtual cores cannot donate buffers: freeing one waits for a collective, and the process aborts. One can,
-    and its all-reduce is that of a core whose neighbors add nothing. Only the comparison of settings at the start
-    would fail.
+    Several virtual cores cannot donate buffers: freeing a buffer waits for a collective, and the process aborts. A
+    single core can, and its all-reduce equals that of a core whose neighbors add nothing. Only the comparison of
+    settings at the start would fail.
     """
     os.environ["XLA_ENABLE_PARAM_ALIASING"] = "1"  # as on a TPU; launch() disables it
     if xla.is_spmd():

@@ -1,15 +1,15 @@
 """recommend: which rule to use with a trace, decided by short branches of one training.
 
-From each of several states of a training at the reference batch size B0, branches train on the same samples at a large
-batch size that the trace has from there on, with each rule. Of a branch two numbers count:
+Branches start from several states of a training at the reference batch size B0. With each rule, they train on the same
+samples, at a large batch size that the trace has from there on. Two numbers count for each branch:
 
-- its rate r: how far it moves in the direction in which branches at B0 with other seeds move, over how far those do.
-  Where that is lost in noise, it is the factor of the learning rate over S;
-- its test loss minus that of a branch at B0, Δ. Soon after a jump, it is high for rules with a large learning rate, and
-  most of that does not last: over the pairs of reproduce/recommended.py, it hardly correlates with the loss at the end.
+- its rate r: how far it moves in the direction of the branches at B0 with other seeds, relative to how far those move.
+  Where this is lost in noise, r is the learning-rate factor divided by S;
+- Δ: its test loss minus that of a branch at B0. Soon after a jump, Δ is high for rules with a large learning rate, but
+  most of it does not last: over the pairs of reproduce/recommended.py, it hardly correlates with the loss at the end.
 
-If M of the N samples of a trace vary, a rule with the rate r gets as far as the training at B0 gets with n' = N − M +
-r · M samples. With the loss of that training, L(n) = c + a/n, the predicted loss at the end is
+If M of the N samples of a trace are at other batch sizes, a rule with the rate r gets as far as the training at B0 with
+n' = N − M + r · M samples. If L(n) = c + a/n is the loss of that training, the predicted loss at the end is
 
     L(n') + Δ/10 · n/N,   n samples into the training.
 """
@@ -38,17 +38,17 @@ from variable_batch_size.traces.trace import Trace
 REFERENCE = "reference"  # the branch at the reference batch size
 STATES = (0.0, 0.1, 0.5)  # fractions of the training
 EXPONENTS = (0.0, 0.5, 1.0)
-_RESOLUTION = 0.25  # of an exponent from branches, found on the pairs of reproduce/recommended.py
-LEVEL = 0.9  # of the intervals that are stated
+_RESOLUTION = 0.25  # of an exponent from branches, determined on the pairs of reproduce/recommended.py
+LEVEL = 0.9  # of the reported intervals
 LAW = 0.383  # B_opt ∝ D^0.383 (Bergsma et al. 2025, "Power lines")
 _SEEDS_OF_COMPARISON = 3
-_TRUNK_SEED = 1_000_000  # none of a branch
-_LASTING = 0.1  # of the difference that a jump makes to the loss
-_MODEL_ERROR = 1.25  # of the predicted loss at the end, over what the second half of the training brings
+_TRUNK_SEED = 1_000_000  # not the seed of any branch
+_LASTING = 0.1  # the fraction of a jump's effect on the loss that lasts
+_MODEL_ERROR = 1.25  # of the predicted loss at the end, relative to how much the second half of the training lowers it
 _QUANTILE = 0.75  # of the batch sizes after a state: rules differ, and fail, at large ones
-_EXPECTED = 0.25  # the relative difference between nominal and measured rates that is to be expected
+_EXPECTED = 0.25  # the expected relative difference between nominal and measured rates
 _NORMAL = 1.645  # the 90 % interval of a normal distribution, in standard deviations
-_LEAST_PROGRESS = 0.01  # of that at the reference batch size, below which L(n) is not valid
+_LEAST_PROGRESS = 0.01  # relative to the reference batch size; below it, L(n) is not valid
 _MIN_UPDATES = 4  # of a branch
 _SHARE_OF_SIZES = 0.2  # of the samples of all branches, for the critical batch size
 _TOLERANCE = 0.2
@@ -56,7 +56,7 @@ _MOST_SEEDS = 100  # beyond which rules count as equal
 
 
 def candidates(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The rules for an optimizer, given its class name and parameter groups, without those that do the same there.
+    """The rules for an optimizer, given its class name and parameter groups, without duplicates in effect.
 
     >>> candidates("SGD", [{"lr": 0.1, "momentum": 0.9}])
     ['constant', 'root', 'linear', 'linear_momentum', 'adascale']
@@ -94,7 +94,7 @@ def segments_of(
 ) -> list[Segment]:
     """The parts of a trace between states, each with a batch size that three quarters of its samples do not exceed.
 
-    Samples at the reference batch size do not count. From twice that on, the size is rounded to a multiple of it.
+    Samples at the reference batch size do not count. From twice that size on, the size is rounded to a multiple of it.
 
     >>> segments_of([32, 32, 64, 128], ref_batchsize=32, num_samples=256, states=(0, 0.25))
     [Segment(begin=0, end=64, num_varied=0, batch_size=32), Segment(begin=64, end=256, num_varied=192, batch_size=128)]
@@ -115,9 +115,9 @@ def segments_of(
 
 
 def best_exponent(losses: Mapping[float, float]) -> float:
-    """The minimum of the quadratic through losses by exponent, within their range; not finite ones are left out.
+    """The minimum of the quadratic through losses by exponent, within their range; non-finite losses are left out.
 
-    Without a minimum there, or with fewer than three losses, it is the exponent of the lowest one.
+    Without a minimum there, or with fewer than three losses, it is the exponent of the lowest loss.
 
     >>> round(best_exponent({0.0: 1.0, 0.5: 0.5, 1.0: 0.5}), 6)
     0.75
@@ -135,7 +135,7 @@ def best_exponent(losses: Mapping[float, float]) -> float:
 
 
 def exponent_over_seeds(seeds: Iterable[Mapping[float, float]]) -> Estimate | None:
-    """The mean of the best exponents of all seeds, with its 90 % interval, at least as wide as the fit can tell.
+    """The mean of the best exponents of all seeds, with its 90 % interval, at least as wide as the fit can resolve.
 
     Seeds with which every exponent has diverged are left out; None if there are no others.
     """
@@ -158,7 +158,7 @@ def clearly_behind(losses: Mapping[str, Sequence[float]]) -> set[str]:
 
 
 def best_of(losses: Mapping[str, Sequence[float]]) -> str:
-    """The arm that diverges with the fewest seeds, and of those the one with the lowest mean loss of the others."""
+    """The arm that diverges with the fewest seeds; among equals, the one with the lowest mean of its finite losses."""
 
     def rank(arm: str) -> tuple[int, float]:
         finite = [loss for loss in losses[arm] if math.isfinite(loss)]
@@ -180,7 +180,7 @@ Losses = dict[str, list[float]]  # of each arm, with each seed
 
 
 class State(NamedTuple):
-    """What the branches from a state have found: the predicted losses of all arms after each of several lengths."""
+    """The result of the branches from a state: the predicted losses of all arms after each of several lengths."""
 
     segment: Segment
     rungs: tuple[tuple[int, Losses], ...]  # ascending; each has the arms that were not stopped before
@@ -203,7 +203,7 @@ class State(NamedTuple):
 
     @property
     def exponent(self) -> Estimate | None:
-        """From the latest losses that three exponents share; None if no seed has a finite one."""
+        """The best one by the latest losses that all three exponents have; None if no seed has a finite loss."""
         arms = {arm_of(exponent): exponent for exponent in EXPONENTS}
         losses = next((found for _, found in reversed(self.rungs) if arms.keys() <= found.keys()), self.rungs[0][1])
         seeds = [{arms[arm]: loss for arm, loss in zip(arms, column, strict=True)} for column in _columns(losses, arms)]
@@ -230,14 +230,14 @@ def halving(
     most: int,
     end: int,
 ) -> list[tuple[int, Losses]]:
-    """Run arms and the reference for as many samples as before, again and again, without those clearly behind.
+    """Run arms and the reference, and keep doubling their samples, without the arms that are clearly behind.
 
     Args:
         arms: the arms to choose from.
         run: continues arms from one number of samples to another, and returns their losses.
         first: samples before the first decision.
-        seeds: of each arm.
-        most: samples of all arms and seeds together, except that the first ones are always run.
+        seeds: the number of seeds of each arm.
+        most: the most samples of all arms and seeds together; those before the first decision are always run.
         end: the most samples of a branch.
     """
     rungs: list[tuple[int, Losses]] = []
@@ -255,7 +255,7 @@ def halving(
 
 @dataclass(frozen=True)
 class Plan:
-    """What to branch: the rules, where, and how many samples that may take."""
+    """What to branch: which rules, where, and with how many samples at most."""
 
     rules: tuple[str, ...]
     segments: tuple[Segment, ...]
@@ -270,13 +270,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not self.branched:
-            stays = f"it has no other within {self.num_samples:,} samples, so that all rules do the same"
-            raise ValueError(f"the trace must leave the reference batch size {self.ref_batchsize}, but {stays}")
+            stays = f"within {self.num_samples:,} samples, or all rules do the same"
+            raise ValueError(f"the trace must have batch sizes other than the reference {self.ref_batchsize} {stays}")
         for segment in self.branched:
             least, most = _MIN_UPDATES * self._multiple(segment), self._first(segment, len(self.branched))
             if most < least:
                 needs = f"a branch at batch size {segment.batch_size} must have at least {least:,} samples"
-                why = f"{_MIN_UPDATES} multiples of it and of the reference batch size {self.ref_batchsize}"
+                why = f"{_MIN_UPDATES} common multiples with the reference batch size {self.ref_batchsize}"
                 hint = "train on more --samples, use a larger --budget or fewer --seeds, or smaller batch sizes"
                 raise ValueError(f"{needs}, {why}, got {max(0, most):,}: {hint}")
 
@@ -291,13 +291,13 @@ class Plan:
 
     @property
     def trunk(self) -> int:
-        """The samples of the training that the branches leave; at least up to the second state, to know its slope."""
+        """The samples of the training from which branches start; at least up to the second state, to know its slope."""
         varied = [segment.begin for segment in self.segments if segment.num_varied]
         return max(self.segments[1].begin, *varied)
 
     @property
     def samples(self) -> float:
-        """Of all branches together."""
+        """The samples of all branches together."""
         return self.budget * self.comparison - self.trunk
 
     @property
@@ -307,10 +307,10 @@ class Plan:
 
     @property
     def branched(self) -> list[Segment]:
-        """The segments to branch in: where the trace varies, or all of these but one if that leaves too few samples.
+        """The segments to branch in: all where the trace varies, or all but one if there are too few samples for that.
 
-        That one has the fewest samples at other batch sizes. It is not the start of a trace that starts at a large one,
-        unless only one other is left: a rule that fails there is lost, however good it is later.
+        The one left out has the fewest samples at other batch sizes. If the trace starts at a large batch size, it is
+        not the start, unless only one other is left: a rule that fails there is lost, however good it is later.
         """
         found = [segment for segment in self.segments if segment.num_varied]
         is_short = [self._first(one, len(found)) < _MIN_UPDATES * self._multiple(one) for one in found]
@@ -344,11 +344,11 @@ class Plan:
         return math.lcm(segment.batch_size, self.ref_batchsize)
 
     def weight(self, segment: Segment) -> float:
-        """Of what is predicted from a segment: its share of the samples that vary."""
+        """The weight of a prediction from a segment: its share of the samples that vary."""
         return segment.num_varied / sum(one.num_varied for one in self.branched)
 
     def predicted(self, segment: Segment, *, rate: float, lead: float, loss_at: Callable[[float], float]) -> float:
-        """The loss at the end minus that at the reference batch size, if all that varies were as from one state."""
+        """The loss at the end minus that at the reference batch size, if all samples that vary were as in a segment."""
         num_varied = sum(one.num_varied for one in self.segments)
         samples = max(self.num_samples - (1 - rate) * num_varied, _LEAST_PROGRESS * self.num_samples)
         fade = _LASTING * (segment.begin + segment.end) / 2 / self.num_samples
@@ -371,7 +371,7 @@ class Plan:
 
 
 def extrapolated(trunk: Iterable[tuple[int, float]]) -> Callable[[float], float]:
-    """The test loss after n samples, c + a/n with a ≥ 0, fitted from a fifth of the samples of the trunk on.
+    """The test loss after n samples, c + a/n with a ≥ 0, fitted to the trunk from a fifth of its samples on.
 
     >>> loss_at = extrapolated([(0, 9.0), (100, 4.0), (200, 2.5)])
     >>> round(loss_at(300), 6)
@@ -386,10 +386,10 @@ def extrapolated(trunk: Iterable[tuple[int, float]]) -> Callable[[float], float]
 
 
 def shrunk_rates(moved: Sequence[float], reference: Sequence[float], nominal: float) -> list[float]:
-    """How far an arm has moved with each seed relative to the reference, as far as that is known better than expected.
+    """How far an arm has moved relative to the reference, with each seed, shrunk towards the nominal rate.
 
-    The nominal rate, the factor of the learning rate over S, is expected up to a quarter of it. So a measured rate with
-    the standard error e counts with the weight p²/(p² + e²), p = nominal/4, and the nominal rate with the rest.
+    The rate is expected within a quarter of the nominal one, the learning-rate factor over S. So a measured rate with
+    the standard error e has the weight p²/(p² + e²), p = nominal/4, and the nominal rate has the rest.
 
     >>> [round(rate, 3) for rate in shrunk_rates([0.5, 0.6, 0.7], [1.0, 1.0, 1.0], 1.0)]  # e = 0.058
     [0.525, 0.62, 0.715]
@@ -422,9 +422,9 @@ class Recommendation(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """The best one; or the usual one for the optimizer, if that is not clearly behind.
+        """The best rule; or the usual one for the optimizer, if that is not clearly behind.
 
-        Where a large batch size at the start was not tried, it is the most careful one that is not clearly behind.
+        If a large batch size at the start was not tried, it is the most careful rule that is not clearly behind.
         """
         leads = {rule: self.leads(rule) for rule in self.plan.rules}
         behind = clearly_behind(leads)
@@ -442,7 +442,7 @@ class Recommendation(NamedTuple):
 
     @property
     def exponent(self) -> Estimate | None:
-        """Of all states together."""
+        """The best exponent over all states."""
         leads = {exponent: self.leads(arm_of(exponent)) for exponent in EXPONENTS}
         seeds = [dict(zip(leads, column, strict=True)) for column in zip(*leads.values(), strict=True)]
         return exponent_over_seeds(seeds)
@@ -451,9 +451,10 @@ class Recommendation(NamedTuple):
     def lead(self) -> Estimate:
         """The predicted loss at the end minus that at the reference batch size, with its 90 % interval.
 
-        It is for the means over three trainings each. It adds up squares of the interval over seeds of the branches, of
-        the chance of a training, and of the error of the prediction, for which five quarters of what the second half
-        of the training brings were right for 90 % of the pairs of reproduce/recommended.py.
+        It compares means over three trainings each. The interval is the root of the sum of three squares: the interval
+        over the seeds of the branches, the random variation of a training, and the error of the prediction. The latter
+        is 5/4 of what the second half of the training lowers the loss by, which was right for 90 % of the pairs of
+        reproduce/recommended.py.
         """
         found = difference([lead for lead in self.leads(self.rule) if math.isfinite(lead)], level=LEVEL)
         assert found is not None
@@ -469,7 +470,7 @@ class Recommendation(NamedTuple):
 
     @property
     def steps_to_recover(self) -> dict[int, int]:
-        """The updates after which the loss is back, by the samples of each state where a jump of the size raises it."""
+        """The updates after which the loss has recovered, by the samples of each state where a jump raises it."""
         found = {}
         for state in self.states:
             rises = difference([curve[1][1] - curve[0][1] for curve in state.curves if math.isfinite(curve[1][1])])
@@ -495,7 +496,7 @@ class Recommendation(NamedTuple):
 
     @property
     def more_samples(self) -> dict[str, int | None]:
-        """The further samples that would tell each rule in doubt from the best; None if that is out of reach."""
+        """The further samples that would separate each undecided rule from the recommended one; None if too many."""
         per_seed = 2 * sum(state.rungs[-1][0] for state in self.states)
         found: dict[str, int | None] = {}
         for rule, gap in self.level_with.items():
@@ -601,11 +602,11 @@ class _Branches:
         """Continue arms from one number of samples to another, and predict the losses at the end of the training.
 
         A branch has diverged if its loss is as far above that of the new model as the training has lowered it. At the
-        start of a trace that starts large, one also has if it falls behind; there, losses above that of the new model
-        count as that, as the training has shown that they pass.
+        start of a trace that starts large, a branch that falls behind has also diverged. At the start, losses above
+        that of the new model count as equal to it, because the training has shown that they pass.
         """
         half = self._plan.half(self._segment, end)
-        if not begin:  # the last leg, along which progress is measured, is to start after a while
+        if not begin:  # progress is measured along the last leg, which must not start at once
             self._continue(arms, 0, half)
         self._continue(arms, begin or half, end)
         seeds = self._plan.branch_seeds
@@ -637,13 +638,13 @@ class _Branches:
         return self.made[arm, seed][-1][1].loss
 
     def _new(self, seed: int) -> float:
-        """The loss where the branches begin, at the start that of the new model."""
+        """The loss where the branches begin; at the start, that of the new model."""
         return self.made[REFERENCE, seed][0][1].curve[0][1]
 
     def _limit(self) -> float:
         """The highest loss of a branch that has not diverged.
 
-        With a new model, the reference may have a higher one for a while, as with batch norm, whose statistics lag.
+        With a new model, the reference may exceed it for a while, as with batch norm, whose statistics lag.
         """
         if self._segment.begin:
             return self._highest
@@ -651,10 +652,10 @@ class _Branches:
         return max(self._highest, *(loss for ran in legs for _, loss in ran.curve if math.isfinite(loss)))
 
     def _fails_at_start(self, arm: str) -> bool:
-        """Whether an arm trains a new model clearly less far than both the unscaled learning rate and the reference.
+        """Whether an arm improves a new model clearly less than both the unscaled learning rate and the reference.
 
-        There is no jump whose effect would pass, and a larger learning rate that works is far ahead. If "constant" was
-        stopped before, its loss there counts.
+        At the start there is no jump whose effect would pass, and a larger learning rate that works is far ahead. If
+        "constant" was stopped earlier, its last loss counts.
         """
         if self._segment.begin or not self._plan.starts_large or arm == REFERENCE:
             return False
@@ -716,7 +717,7 @@ def _state(plan: Plan, segment: Segment, legs: Legs, branches: _Branches) -> Sta
 
 
 def _with_a_rule_left(rungs: list[tuple[int, Losses]]) -> list[tuple[int, Losses]]:
-    """Without the last rungs if every arm diverges there; those arms have diverged before, and others are left."""
+    """Drop last rungs in which every arm diverges; these arms then count as diverged in the rung before."""
     while len(rungs) > 1 and all(_num_diverged(losses) for arm, losses in rungs[-1][1].items() if arm != REFERENCE):
         lost = {arm: [math.inf] * len(losses) for arm, losses in rungs[-1][1].items() if arm != REFERENCE}
         rungs = [*rungs[:-2], (rungs[-2][0], rungs[-2][1] | lost)]
@@ -732,7 +733,7 @@ def _check_noise(leg: Leg, ran: Ran) -> None:
 def _critical(plan: Plan, rule: str, before: Leg | None, run: Run) -> CriticalBatchSize | str:
     """Branch from the last state at several batch sizes with a rule, and compare the samples to the same loss."""
     if not plan.samples_of_sizes:
-        return "not measured, as the samples do not suffice for its branches"
+        return "not measured, as there are too few samples for its branches"
     parts = {
         (size, seed): Leg(plan.trunk, rule, size, plan.seeds + seed, 0, plan.samples_of_sizes)
         for size in plan.sizes

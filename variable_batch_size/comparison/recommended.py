@@ -58,13 +58,13 @@ def critical_text(found: CriticalBatchSize | str) -> str:
     """The bounds of the critical batch size in words.
 
     >>> critical_text(CriticalBatchSize(64, 256, (128,)))
-    'up to 64 nothing is lost, at 256 it is, and 128 are undecided'
+    'up to 64 nothing is lost, at 256 something is, and 128 are undecided'
     """
     if isinstance(found, str):
         return found
     at_least, below, undecided = found
     parts = [f"up to {at_least:,} nothing is lost"] if at_least is not None else []
-    parts += [f"at {below:,} it is"] if below is not None else []
+    parts += [f"at {below:,} something is"] if below is not None else []
     parts += [f"{joined([f'{size:,}' for size in undecided])} are undecided"] if undecided else []
     return joined(parts).replace(" and ", ", and ") if len(parts) > 2 else joined(parts)
 
@@ -79,7 +79,7 @@ def sentences(found: Recommendation, *, tuned_samples: int | None = None) -> lis
         f"State ref_batchsize={plan.ref_batchsize}, the batch size for which the learning rate was chosen.",
         _jumps(found),
         _expected(found),
-        "The branches are short, and leave one training. Their intervals are calibrated on workloads other than this.",
+        "The branches are short, and start from one training. Their intervals were calibrated on other workloads.",
         _cost(found),
         second_opinion(plan.ref_batchsize, plan.num_samples, tuned_samples),
     ]
@@ -97,7 +97,7 @@ def _choice(found: Recommendation) -> str:
         assert gap is not None
         by = f"{rule} by {_nats(gap)}"
         if more[rule] is None:
-            doubts.append(f"{by}, which is no difference that more samples would show")
+            doubts.append(f"{by}, which more samples would not decide")
         else:
             doubts.append(f"{by}, and about {more[rule]:,} more samples would decide")
     names = joined([found.rule, *level])
@@ -105,7 +105,7 @@ def _choice(found: Recommendation) -> str:
 
 
 def _jumps(found: Recommendation) -> str:
-    untried = " The start has no branches, as the samples do not suffice: warm up." if found.is_start_untried else ""
+    untried = " The start has no branches, as there are too few samples: warm up." if found.is_start_untried else ""
     if found.failed_at_start:
         untried = f" A new model fails with {joined(found.failed_at_start)}, unless there is a warm-up."
     steps = found.steps_to_recover

@@ -42,7 +42,7 @@ Curves = dict[str, Any]
 
 
 def curves(results: Results, arm: Arm) -> dict[str, Curves]:
-    """The curves of the training and the tests of an arm, averaged over the seeds that have a record, by its index.
+    """The training and test curves of an arm: records with the same index are averaged over the seeds that have them.
 
     Axes are averaged, too, as progress may differ between seeds. The loss is a moving average over 2 % of the run.
     """
@@ -74,7 +74,7 @@ def _together(seeds: Sequence[Sequence[dict[str, Any]]], quantities: Iterable[st
         return np.array(rows, dtype=np.float64)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about NaN where no seed or one has a value
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about NaN where at most one seed has a value
         found: Curves = {axis: np.nanmean(values(axis), axis=0) for axis in AXES}
         for quantity in quantities:
             if any(records and quantity in records[0] for records in seeds):
@@ -124,7 +124,7 @@ def summaries(results: Results) -> dict[str, str]:
 
 
 def write_report(results: Results) -> None:
-    """Write results.csv, timings.csv with the seconds, so that the former is reproducible, and ``report.html``."""
+    """Write ``report.html``, ``results.csv``, which is reproducible, and ``timings.csv`` with the seconds."""
     rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
     for file, names in (("results.csv", (*_RUN, *_ENDED)), ("timings.csv", (*_RUN, "seconds"))):
         write_text(results.directory / file, csv_text([names, *([row[name] for name in names] for row in rows)]))

@@ -18,8 +18,8 @@ from variable_batch_size.comparison.verdict import (
     unit_of_gaps,
 )
 
-_DEEP = 0.1  # dips are reported from this part of the range of all test metrics on
-_ABOVE_NOISE = 2  # and from this multiple of the standard deviation over seeds on
+_DEEP = 0.1  # a reported dip is at least this fraction of the range of all test metrics
+_ABOVE_NOISE = 2  # and at least this multiple of the standard deviation over seeds
 
 
 class Dip(NamedTuple):
@@ -113,11 +113,11 @@ def _decision(settings: Settings, found: Sequence[Sequence[Arm]]) -> str:
         error, num_seeds = max(known)
         width = f"± {number(error, like=first.final.mean)}{unit_of_gaps(settings)}"
         why = f"{'up to ' if len(level) > 1 else ''}{width} with {num_seeds}"
-    return f"More seeds are needed to tell {first.rule} from {joined([arm.rule for arm in level])} apart ({why})."
+    return f"More seeds are needed to tell {first.rule} from {joined([arm.rule for arm in level])} ({why})."
 
 
 def _dips(settings: Settings, arms: Sequence[Arm], curves: Mapping[str, Mapping[str, Any]]) -> str:
-    """How far the test metric got worse on the way, with which rule and where; empty if nowhere by much."""
+    """How far the test metric got worse on the way, with which rule and where; empty if never by much."""
     tested = [curves[arm.rule]["tests"]["metric"]["mean"] for arm in arms if curves[arm.rule]["tests"]]
     if not tested:
         return ""

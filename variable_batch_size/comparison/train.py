@@ -57,7 +57,7 @@ class Training:
         self.workload, self.model, self.device = workload, model, next(model.parameters()).device
         self.sampler = CustomSampler(workload.train, **{"minibatch_size": workload.minibatch_size, **sampler})  # type: ignore[arg-type]
         self.optimizer = CustomOptimizer(inner_optimizer(workload, model, lr), self.sampler, **options)
-        self.parts: list[Any] = [model, self.optimizer.inner, self.optimizer.rule]  # which have a state
+        self.parts: list[Any] = [model, self.optimizer.inner, self.optimizer.rule]  # the objects with a state
 
     def losses(self) -> Iterator[torch.Tensor]:
         """Train epoch after epoch without end, and yield the loss of each minibatch after the optimizer's step."""
@@ -73,7 +73,7 @@ class Training:
                 yield loss
 
     def train_on(self, samples: int, *, stops: int, after_step: Callable[[], None] = lambda: None) -> Iterator[int]:
-        """Train on some samples, and yield how many are done at evenly spaced stops, as far as steps end there."""
+        """Train on some samples, and yield how many are done after each step that reaches one of several even stops."""
         num_stops = 0
         for _ in self.losses():
             if self.optimizer.is_accumulating:
@@ -119,7 +119,7 @@ def device_of(name: str) -> torch.device:
 
 
 def checked_workload(name: str, datadir: str | None, device: str | None, rules: Sequence[str]) -> Workload:
-    """A workload; raises what every run would raise for a missing device (None is another machine) or a wrong rule."""
+    """A workload; raises the error of every run for a missing device (None: on another machine) or a wrong rule."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a GPU, but torch.cuda.is_available() is False")
     if device == "xla" and not xla.is_installed():
@@ -136,14 +136,14 @@ def checked_workload(name: str, datadir: str | None, device: str | None, rules: 
 
 
 def train(settings: Settings, run: Run, directory: Path, *, datadir: str | None, updates: int | None) -> Outcome:
-    """Make a run, which ends after `updates` or else by the settings, into the directory of its experiment."""
+    """Execute a run in the directory of its experiment; it ends after `updates`, or by the settings if that is None."""
     shutil.rmtree(Results(directory).run_directory(run), ignore_errors=True)
     args = (settings, run, directory, datadir, updates)
     return on_cores(_train_on_core, args, cores=settings.cores, device=settings.device)
 
 
 def on_cores(function: Callable[..., T], args: tuple[Any, ...], *, cores: int, device: str) -> T:
-    """Call a function on each core, in this process if there is one only, and return the result of core 0."""
+    """Call a function on each core, in this process if there is only one, and return the result of core 0."""
     if cores == 1 and device != "xla":
         return function(*args)
     return launch(function, args, cores=cores, backend=_BACKENDS[device])[0]  # type: ignore[no-any-return]

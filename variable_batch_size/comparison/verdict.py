@@ -11,7 +11,7 @@ from variable_batch_size.planning.profile import half_interval
 
 
 def number(value: float, *, like: float | None = None) -> str:
-    """A number with two decimals, more if it or what it is compared with is below 1, and fewer if it is huge.
+    """A number with two decimals, more if `like`, by default itself, is below 1, and fewer if it is huge.
 
     >>> number(97.8125), number(0.97812), number(0.3, like=97.8), number(-3.2e20)
     ('97.81', '0.9781', '0.30', '-3.2e+20')
@@ -193,7 +193,7 @@ def joined(parts: Sequence[str]) -> str:
 
 
 def gap_text(settings: Settings, arm: Arm, other: Arm) -> str:
-    """The difference from another arm, as text with the digits of that one."""
+    """The difference from another arm, as text with as many decimals as that arm's metric."""
     gap = arm.above(other)
     if gap is None or other.final is None:
         return "without a seed in common"
@@ -215,6 +215,6 @@ def _reference_sentence(settings: Settings, first: Arm, reference: Arm | None) -
     gap = first.above(reference) if reference else None
     if gap is None or reference is None or reference.final is None:
         return ""
-    always = f"Against always a batch of {settings.ref_batchsize} ({reference.final.text(settings.unit)})"
+    always = f"Against a constant batch of {settings.ref_batchsize} ({reference.final.text(settings.unit)})"
     doubt = "" if gap.is_clear else ", which may be chance"
     return f"{always}, {first.rule} is {gap_text(settings, first, reference)}{doubt}."

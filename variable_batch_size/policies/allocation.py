@@ -1,21 +1,22 @@
 """Allocation: which job gets how many cores of a pool, by what another core is worth to each.
 
-The speed-up of a job is its speed on its cores over that on an equal share of the pool. The allocation makes the mean
-of all speed-ups to a power p as large as possible (Qiao et al. 2021): p = 1 for the most work, −1 for fairer shares.
+The speed-up of a job is its speed on its cores, divided by its speed on an equal share of the pool. The allocation
+maximizes the mean of all speed-ups with the power p (Qiao et al. 2021): p = 1 for the most work, −1 for fairer shares.
 
     maximize Σ_j f(s_j),   f(s) = (s^p − 1)/p,   log(s) for p = 0,   s = speed(cores) / speed(equal share)
 
-A change of cores costs a restart, so that its speed-up is multiplied by 1 − restart/window. The window ends with the
-job, or at the horizon. And it is no longer than the job has had its cores, as a change may be expected to last as long:
-if measured speeds vary by a fraction x, jobs lose at most about x of their time to restarts, however often is decided.
+A change of cores costs a restart, so its speed-up is multiplied by 1 − restart/window. The window ends with the job or
+at the horizon. It is also no longer than the job has had its cores, because a change can be expected to last that long:
+if measured speeds vary by a fraction x, jobs lose at most about x of their time to restarts, however often the pool
+decides.
 
-On several nodes, a job has a part of one node or several whole ones. So a job that spans nodes shares none, and as
-parts are divisors of each other, what fits into all nodes of a size together also fits into each. That is an integer
-program with one choice per job.
+On several nodes, a job has a part of one node, or several full nodes. So a job that spans nodes shares none of them.
+Because the sizes of parts divide each other, jobs that fit into all nodes of a size together can also be placed on the
+single nodes. This makes it an integer program with one choice per job.
 
-Where there are not enough cores for all jobs, many choices are about equally good. So the worth of a job is multiplied
-by 1 + short_first / (1 + its seconds left / horizon): of these choices, the one that lets jobs end first. A job of
-unknown length counts as short, and is known soon.
+If there are not enough cores for all jobs, many choices are about equally good. So the worth of a job is multiplied by
+1 + short_first / (1 + its seconds left / horizon), which prefers the choice that lets jobs end first. A job of unknown
+length counts as short; its length is known soon.
 """
 
 import math
@@ -35,7 +36,7 @@ _MOST_TRIES = 1_000  # to put jobs on nodes
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What an allocation sees of a job.
+    """A job as an allocation sees it.
 
     >>> job = Job(name="a", speeds=(1.0, 1.8, 2.4))
     >>> job.max_cores, job.speed(2), job.speed(8), job.seconds(2)
@@ -63,7 +64,7 @@ class Job:
         return len(self.speeds)
 
     def speed(self, cores: float) -> float:
-        """On so many cores; between numbers of cores on a line, and that of the most cores beyond them."""
+        """The speed on this many cores: linear between numbers of cores, and constant beyond the most cores."""
         if cores >= self.max_cores:
             return self.speeds[-1]
         below = math.floor(cores)
@@ -71,7 +72,7 @@ class Job:
         return low + (cores - below) * (high - low)
 
     def seconds(self, cores: int) -> float | None:
-        """Until its end."""
+        """The seconds until its end on this many cores."""
         return None if self.work is None else math.inf if not self.speed(cores) else self.work / self.speed(cores)
 
 
@@ -83,7 +84,7 @@ class Allocation:
     gap: float = 0.0  # at most this fraction below the best; 0 if it is the best
     value: float = 0.0  # of the jobs' worth above that of an idle pool
     why: Mapping[str, str] = field(default_factory=dict)  # a reason for each job
-    kinds: Mapping[str, int] = field(default_factory=dict)  # the cores of a node of those with which each job fits
+    kinds: Mapping[str, int] = field(default_factory=dict)  # the cores of a node of the kind on which each job fits
 
 
 class _Option(NamedTuple):
@@ -94,7 +95,7 @@ class _Option(NamedTuple):
 
 
 def slots(node_cores: int, num_nodes: int) -> list[int]:
-    """The numbers of cores that a job can have on so many nodes of one size.
+    """The numbers of cores that a job can have on this many nodes of one size.
 
     >>> slots(4, 3), slots(6, 2), slots(3, 1)
     ([1, 2, 4, 8, 12], [1, 3, 6, 12], [1, 2, 3])
@@ -137,17 +138,17 @@ def allocate(
     short_first: float = 0.25,
     exact: bool = True,
 ) -> Allocation:
-    """The cores of each job for the largest mean of speed-ups to a power, net of restarts.
+    """The cores of each job for the largest power mean of speed-ups, net of restarts.
 
     Args:
-        jobs: that run or wait; those that no node has room for wait.
+        jobs: all that run or wait; those for which there is no room wait.
         nodes: the cores of each node.
-        power: p, from -10 to 1; smaller ones are fairer. For p ≤ 0, a waiting job counts as one at half the speed of
-            its fewest cores.
-        horizon_seconds: over which a restart must pay off.
-        short_first: how much more a job is worth that is about to end; 0 for the mean of speed-ups alone.
-        exact: solve the integer program, if there are at most 100 jobs, for 10 seconds at most; else step by step. A
-            result that may not be the best has its `gap`.
+        power: p, from -10 to 1; smaller values are fairer. For p ≤ 0, a waiting job counts as if it ran at half the
+            speed of its fewest cores.
+        horizon_seconds: the time in which a restart must pay off.
+        short_first: how much more a job is worth if it is about to end; 0 for the mean of speed-ups alone.
+        exact: if there are at most 100 jobs, solve the integer program for at most 10 seconds; otherwise allocate step
+            by step. A result that might not be the best has its `gap`.
 
     >>> jobs = [Job(name="a", speeds=(1.0, 1.9, 2.7, 3.4)), Job(name="b", speeds=(1.0, 1.1, 1.1, 1.1))]
     >>> allocate(jobs, [4]).cores
@@ -164,7 +165,7 @@ def allocate(
     choices = {}
     for job in jobs:
         weight = 1 + short_first / (1 + (job.seconds(job.min_cores) or 0.0) / horizon_seconds)
-        if job.cores:  # to wait would cost a restart later
+        if job.cores:  # waiting would cost a restart later
             weight *= 1 + _restart_share(job, job.cores, horizon_seconds)
         options = _worth(job, _options(job, kinds), share, power, horizon_seconds)
         choices[job.name] = [option._replace(gain=weight * option.gain) for option in options]
@@ -177,7 +178,7 @@ def allocate(
 
 
 def check_power(power: float) -> None:
-    """ValueError for a power of speed-ups beyond that of any pool."""
+    """ValueError for a power of speed-ups that is out of range."""
     if not _LEAST_POWER <= power <= 1:
         raise ValueError(f"`power` must be from {_LEAST_POWER} to 1, got {power!r}")
 
@@ -202,7 +203,7 @@ def _worth(job: Job, options: list[_Option], share: float, power: float, horizon
 
 
 def _restart_share(job: Job, cores: int, horizon: float) -> float:
-    """The part of a restart in the time within which it must pay off: until the horizon, or the end of the job."""
+    """A restart as a fraction of the time in which it must pay off: until the horizon, or the end of the job."""
     restart, left = job.restart_seconds, job.seconds(cores)
     return restart and restart / max(restart, min(horizon, math.inf if left is None else restart + left))
 
@@ -248,9 +249,9 @@ def _integer_program(
 def suggest_nodes(
     jobs: Sequence[Job], node_cores: int, *, price: float, worth: float, max_nodes: int
 ) -> tuple[int, str]:
-    """The number of nodes of which most is left after their price, and why.
+    """The number of nodes with the largest worth net of their price, and why.
 
-    An hour on one core of a job, at its speed on one core, is worth `worth`; a core costs `price` an hour.
+    An hour of a job at its speed on one core is worth `worth`; a core costs `price` an hour.
 
     >>> jobs = [Job(name="a", speeds=[1.0, 1.9, 2.6, 3.0])]
     >>> suggest_nodes(jobs, 1, price=0.5, worth=1.0, max_nodes=8)
@@ -280,9 +281,9 @@ def _work_per_second(jobs: Sequence[Job], node_cores: int, num_nodes: int) -> fl
 
 
 def _step_by_step(choices: Mapping[str, list[_Option]], kinds: Mapping[int, int]) -> tuple[dict[str, _Option], float]:
-    """The largest gain per core first, along the concave hull of each job; and how far below the best it may be.
+    """The largest gain per core first, along the concave hull of each job; and how far below the best this may be.
 
-    If steps could be made in part, the best would be what is reached when the pool is full: an upper bound.
+    If steps could be made in part, the best would be reached when the pool is full: an upper bound.
     """
     steps = []
     for name, options in choices.items():
@@ -329,12 +330,12 @@ def _rate(first: _Option, second: _Option) -> float:
 
 
 def first_come(jobs: Sequence[Job], nodes: Sequence[int], **_: Any) -> Allocation:
-    """Each job in turn has what it wants; the first that must wait lets all after it wait."""
+    """Each job in turn gets what it wants; if one must wait, all after it wait."""
     return _in_turn(jobs, nodes, lambda job: job.wanted or job.max_cores, is_strict=True)
 
 
 def shortest_first(jobs: Sequence[Job], nodes: Sequence[int], **_: Any) -> Allocation:
-    """The job that would end first has what it wants, then the next; those of unknown length are last."""
+    """The job that would end first gets what it wants, then the next; those of unknown length are last."""
 
     def seconds(job: Job) -> float:
         left = job.seconds(job.wanted or job.max_cores)
@@ -344,7 +345,7 @@ def shortest_first(jobs: Sequence[Job], nodes: Sequence[int], **_: Any) -> Alloc
 
 
 def equal_shares(jobs: Sequence[Job], nodes: Sequence[int], **_: Any) -> Allocation:
-    """Every job has the same number of cores; what is left over goes to the first ones."""
+    """Every job gets the same number of cores; the remaining cores go to the first jobs."""
     each, rest = divmod(sum(nodes), max(len(jobs), 1))
     shares = {job.name: each + (number < rest) for number, job in enumerate(jobs)}
     return _in_turn(jobs, nodes, lambda job: max(shares[job.name], job.min_cores))
@@ -382,9 +383,9 @@ def place(
     present: Mapping[str, Placement] | None = None,
     kinds: Mapping[str, int] | None = None,
 ) -> dict[str, dict[int, int]]:
-    """Put the jobs of an allocation on nodes, with those whose number of cores has not changed where they are.
+    """Put the jobs of an allocation on nodes; jobs whose number of cores has not changed stay where they are.
 
-    Jobs move only if others would not fit otherwise: the smallest ones first. With the `kinds` of the allocation, there
+    They move only if others would not fit otherwise: the smallest ones first. With the `kinds` of the allocation, there
     is always room.
 
     >>> place({"a": 2, "b": 4, "c": 1}, [4, 4], {"c": {1: 1}})
@@ -418,7 +419,7 @@ def _put(
     left: list[int],
     kinds: Mapping[str, int] | None = None,
 ) -> bool:
-    """Put jobs on nodes, each in the first way with which all others fit, with at most so many tries `left`."""
+    """Put jobs on nodes, each in the first way that lets all others fit, within the number of tries `left`."""
     if not names:
         return True
     for where in _ways(cores[names[0]], free, nodes, None if kinds is None else kinds[names[0]]):
@@ -437,7 +438,7 @@ def _put(
 
 
 def _ways(number: int, free: Sequence[int], nodes: Sequence[int], kind: int | None) -> Iterator[dict[int, int]]:
-    """Where a job may be put: on a node with room, the fullest first, or on empty nodes of one size; or of one kind."""
+    """Where a job may be put: a node with room, the fullest first, or empty nodes of one size; of a `kind` if given."""
     kinds = {*nodes} if kind is None else {kind}
     rooms = {
         (left, nodes[node]): node

@@ -2,7 +2,7 @@
 
 A step in which the busiest of R cores runs d minibatches of m samples takes (d − 1)·a + u seconds and is worth gain(B)
 steps at the reference batch size. Of all numbers n of minibatches with the same d only the largest, n = R·d, matters.
-Over d goodput has one maximum, d* = √(φ·(u − a) / (a·R·m)), φ = V/G² (docs/policies.md).
+Goodput has one maximum over d, d* = √(φ·(u − a) / (a·R·m)), φ = V/G² (docs/policies.md).
 """
 
 import math
@@ -67,7 +67,7 @@ class Autoscale(Policy):
 
     Until both are known it tries two depths of accumulation: the noise needs at least two minibatches, and the
     difference between two depths is the time of an accumulating minibatch. One core without an accelerator times its
-    updates instead. On another number of cores it decides by the times of all cores so far. See :class:`Bounds` and
+    updates instead. On a new number of cores it decides by the times on all numbers so far. See :class:`Bounds` and
     :class:`Policy` for other arguments.
 
     Args:
@@ -153,9 +153,9 @@ def _size(situation: Situation, depth: int, allowed: range) -> int:
 
 
 def even(number: int, situation: Situation, allowed: range) -> int:
-    """The nearest allowed number of minibatches for which larger ones divide the work evenly, if there are larger ones.
+    """The nearest allowed number of minibatches that larger minibatches, if allowed, divide evenly among cores.
 
-    They are 2, 4, … times as large, so that a core's share must be such a number, or a multiple of the largest.
+    Larger minibatches are 2, 4, … times as large, so a core's share must be such a number or a multiple of the largest.
 
     >>> situation = Situation(cores=2, minibatch_size=32, ref_batchsize=64, max_minibatch_size=150)
     >>> [even(number, situation, range(1, 16)) for number in (1, 2, 6, 9, 10, 13, 14)]
@@ -173,12 +173,12 @@ def even(number: int, situation: Situation, allowed: range) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The largest one that is not above a number."""
+    """The largest power of two that is not above a number."""
     return 1 << (number.bit_length() - 1)
 
 
 def _goodput(situation: Situation) -> Goodput | None:
-    """None while noise or times are unknown."""
+    """The goodput of a situation; None while noise or times are unknown."""
     noise_scale, a, u = situation.noise_scale, situation.seconds_accumulating, situation.seconds_updating
     if noise_scale is None or a is None or not u or not situation.knows_noise:
         return None

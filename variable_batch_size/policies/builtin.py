@@ -44,7 +44,7 @@ class NormTest(Policy):
 
     On average ‖ḡ‖² is G² + V/B, so the smallest batch size that passes is B = φ·(1 − η²)/η², with φ = V/G². The first
     estimates of φ may be far off. So the first decision with a known noise scale changes nothing, a decision at most
-    doubles the batch size (`max_growth`), and one that is more than twice as large as necessary is halved.
+    doubles the batch size (`max_growth`), and a size that is more than twice as large as necessary is halved.
 
     Args:
         eta: η, between 0 and 1; smaller values give larger batch sizes.
@@ -99,8 +99,8 @@ class CriticalBatch(Policy):
     """Doubles the batch size while that nearly doubles the progress per step (McCandlish et al. 2018).
 
     Steps of 2B need (φ + 2B)/(φ + B) times the samples for the same progress, where φ = V/G² is the noise scale. The
-    batch size doubles while this is at most 1 + `cost`. With ``measure_noise="own norm"`` φ is that of the norm that
-    fits the steps of Adam, Lion or Muon.
+    batch size doubles while this is at most 1 + `cost`. With ``measure_noise="own norm"``, φ is measured in the norm
+    that fits the steps of Adam, Lion or Muon.
 
     Args:
         cost: the largest fraction of additional samples for doubling.
@@ -133,15 +133,15 @@ class CriticalBatch(Policy):
 class OnPlateau(Policy):
     """Multiplies the batch size when a metric has stopped improving.
 
-    The metric, such as a validation loss, is passed to ``sampler.policy.tell(value)``. Until then it is the loss
-    recorded by a :class:`Log`. A value that is not finite is no plateau: it is logged, and the batch size stays until
-    the next finite one.
+    The metric, such as a validation loss, is passed to ``sampler.policy.tell(value)``. Until then, it is the loss
+    recorded by a :class:`Log`. A non-finite value is not a plateau: it is logged, and the batch size stays until the
+    next finite value.
 
     Args:
         factor: multiplies the batch size on each plateau.
         patience: number of consecutive values without improvement that make a plateau.
         min_delta: minimum improvement, as a fraction of the best value.
-        is_higher_better: whether larger values are better, such as an accuracy.
+        is_higher_better: whether larger values are better, as for an accuracy.
         options: see :class:`Policy`.
 
     >>> policy = OnPlateau(patience=2)

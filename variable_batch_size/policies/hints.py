@@ -54,7 +54,7 @@ class Hints:
         return table[min(cores, len(table)) - 1]
 
     def mean_speed(self, cores: int) -> float:
-        """From the beginning to the end on so many cores: now often faster than before, as the noise has grown."""
+        """From the beginning to the end on this many cores; it is often faster now, as the noise has grown."""
         done, left = self.samples if self._ends_by_samples else self.progress, self.work_left
         now = sum(seconds * self.speed(number) for number, seconds in enumerate(self.seconds or (), 1))
         if not done or not now or left is None:
@@ -70,7 +70,7 @@ class Hints:
         return None if self.progress_goal is None else max(self.progress_goal - self.progress, 0.0)
 
     def seconds_left(self, cores: int) -> float | None:
-        """Until the end on so many cores; None if the end or the speed is not known."""
+        """The seconds until the end on this many cores; None if the end or the speed is not known."""
         if self.goodput is None or self.work_left is None or not self.speed(cores):
             return None
         return self.work_left / self.speed(cores)
@@ -140,9 +140,9 @@ def hints_of(
     """The hints of a run from what its policy has measured.
 
     Args:
-        policy: that decides.
-        situation: of the run now.
-        times: of its steps.
+        policy: the policy of the run.
+        situation: the situation of the run now.
+        times: the times of its steps.
         spent: the seconds of all steps so far on each number of cores.
         run: the goals and the restart time.
     """
@@ -178,7 +178,7 @@ def _most_cores(policy: Policy, situation: Situation, times: StepTimes) -> int:
 
 
 def _is_allowed(policy: Policy, situation: Situation, cores: int) -> bool:
-    """Whether the bounds have a batch size with a minibatch for every core."""
+    """Whether the bounds allow a batch size with a minibatch for every core."""
     try:
         return policy.bounds.minibatches(replace(situation, cores=cores))[-1] >= cores
     except ValueError:
@@ -186,7 +186,7 @@ def _is_allowed(policy: Policy, situation: Situation, cores: int) -> bool:
 
 
 def _expected(policy: Policy, situation: Situation, times: StepTimes, cores: int) -> tuple[float, float, int] | None:
-    """Goodput, throughput and batch size on so many cores; zeros if the bounds allow none, None if not known."""
+    """Goodput, throughput and batch size on this many cores; zeros if the bounds allow none, None if not known."""
     found = times.seconds(cores)
     if (
         found is None or not found.updating

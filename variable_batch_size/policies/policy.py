@@ -27,7 +27,7 @@ class Situation:
     """
 
     cores: int  # number of cores
-    machines: int = 1  # on which they are, where a simulation has them
+    machines: int = 1  # of these cores, if a simulation has machines
     minibatch_size: int  # samples per forward and backward pass of one core
     max_minibatch_size: int | None = None  # the largest, if they grow with the batch size
     ref_batchsize: int  # the batch size for which the inner optimizer's settings were chosen
@@ -36,7 +36,7 @@ class Situation:
     noise_scale: float | None = None  # V/G² of the gradient, in samples; infinite if the estimate of G² is not positive
     seconds_accumulating: float | None = None  # of an accumulating minibatch
     seconds_updating: float | None = None  # of the minibatch that completes a step, including all-reduce and update
-    timed_depths: tuple[int, ...] = ()  # numbers of minibatches of the busiest core in steps timed on so many cores
+    timed_depths: tuple[int, ...] = ()  # minibatches of the busiest core in the steps timed on this number of cores
     is_fresh: bool = False  # whether no step was made yet since the run began or resumed on these cores
     steps_done: int = 0  # steps so far
     samples_done: int = 0  # samples so far

@@ -51,7 +51,7 @@ class Throughput(NamedTuple):
         """Seconds of the minibatch that completes a step."""
         computing, communicating = self.accumulating(minibatch_size), self.network(machines, cores)
         longer = max(computing, communicating)
-        # divided by the longer one, for a high power of a short time is 0
+        # divided by the longer one, as a high power of a short time would round to 0
         powers = (computing / longer) ** self.gamma + (communicating / longer) ** self.gamma
         return float(longer * powers ** (1 / self.gamma))
 

@@ -12,10 +12,10 @@ from variable_batch_size.policies.policy import Decision, Policy, Situation
 
 _FEWEST, _MOST = 5, 40
 _MOST_DEPTHS = 8  # that are kept for each number of cores
-# the factors from which on steps that take longer or shorter are those of a slower or faster machine, and the fraction
-# of earlier steps that must be on the other side; the line through other depths is less certain
+# the factors by which steps are longer or shorter if they are those of another machine, and the fraction of earlier
+# steps that must be on the other side; the line through other depths is less certain
 _CHANGED, _CHANGED_FROM_LINE, _MOST_STEPS = 1.25, 1.5, 0.9
-_HALF_LIFE = 1000  # timed steps after which the times of a depth count half, and are replaced when it comes back
+_HALF_LIFE = 1000  # timed steps after which the times of a depth count half, and are replaced when it recurs
 _MOST_HALVED = 30
 
 
@@ -24,7 +24,7 @@ class _Timed:
     """The latest steps of one depth on one number of cores."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST))
-    median: float | None = None  # that of earlier ones until enough were timed
+    median: float | None = None  # of earlier steps until enough are timed
     at: int = 0  # the number of the latest one among all timed steps
 
     def append(self, seconds: float) -> None:
@@ -53,12 +53,12 @@ class Times(NamedTuple):
 class StepTimes:
     """Fits a line to the median step times of each number of cores: a step of depth d takes (d − 1)·a + u seconds.
 
-    Only full steps are timed, because asynchronous devices don't expose the time of single minibatches. But one core
-    without such a device knows how much of a step was its update, u − a, so that one depth is enough. Times are kept
-    when the number of cores changes. Cores with one timed depth have the a of all others; cores without any have the
-    overhead u − a between those of fewer and of more cores, and one core alone has none. Times count half after 1,000
-    timed steps, and are then measured anew at the next step of that kind. If steps take much longer or shorter than
-    before, at the same depth on as many cores, the machines have changed, and all earlier times are forgotten.
+    Only full steps are timed, because asynchronous devices don't expose the time of single minibatches. But a single
+    core without such a device also times its updates, u − a, so one depth is enough. Times are kept when the number of
+    cores changes. A number of cores with one timed depth has the a of all others. One without any has an overhead u − a
+    between those of fewer and of more cores, and a single core has none. Times count half after 1,000 timed steps, and
+    are then measured anew at the next step of that kind. If steps take much longer or shorter than before, at the same
+    depth and number of cores, the machines have changed, and all earlier times are forgotten.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class StepTimes:
                 self._overheads.popleft()
 
     def seconds(self, cores: int) -> Times | None:
-        """a and u on so many cores, the times of an accumulating and an updating minibatch.
+        """a and u on this many cores, the times of an accumulating and an updating minibatch.
 
         None before two depths were timed on any number of cores, or one depth and the updates of one core.
         """
@@ -122,7 +122,7 @@ class StepTimes:
         return tuple(number for number in sorted(self._of) if self._points(number))
 
     def depths(self, cores: int) -> tuple[int, ...]:
-        """The depths that were timed on so many cores."""
+        """The depths that were timed on this many cores."""
         return tuple(point.depth for point in self._points(cores))
 
     def _points(self, cores: int) -> list[_Point]:
@@ -178,7 +178,7 @@ def _slope(of_cores: Iterable[Sequence[_Point]]) -> float | None:
 
 
 def _line(points: Sequence[_Point], accumulating: float = 0.0) -> Times:
-    """a and u of the line through the points; of that with the slope a through a single one."""
+    """a and u of the line through the points; through a single one, of the line with the slope `accumulating`."""
     mean_depth, mean_seconds = _means(points)
     slope = _slope([points])
     accumulating = min(accumulating, mean_seconds / mean_depth) if slope is None else slope
@@ -220,9 +220,9 @@ class PolicyTiming:
         number: int = 1,
         overhead: float | None = None,
     ) -> None:
-        """Record steps in which the busiest of the cores ran `depth` minibatches; `seconds` is None if not timed.
+        """Record steps in which the busiest of the cores ran `depth` minibatches.
 
-        So is `overhead`, the seconds of the update.
+        `seconds`, and `overhead` for the update, are None if not timed.
         """
         self._is_fresh, self._largest = False, max(self._largest, batch_size)
         if batch_size == self._batch_size:
@@ -273,7 +273,7 @@ class PolicyTiming:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, cores: int) -> None:
-        """Restore the result of :meth:`state_dict`, which was saved on so many cores."""
+        """Restore the result of :meth:`state_dict`, which was saved on this many cores."""
         self.policy.load_state_dict(state["policy"])
         self.times.load_state_dict(state["times"], cores=cores)
         self._batch_size, self._num_made = state["batch_size"], state["num_made"]

@@ -121,24 +121,24 @@ class Checkpoint:
     An attached checkpoint saves inside ``optimizer.step()``. If the loop body changes saved state after that, such as a
     ``GradScaler``, use ``for epoch in checkpoint.epochs(5)`` and call ``checkpoint.step()`` at the end of the body.
 
-    A checkpoint contains the model, the optimizer with its rule and attached schedulers, the position and the random
+    A checkpoint contains the model, the optimizer with its rule and attached schedulers, the position, and the random
     number generators of every core. Core 0 writes it and all cores read it, so machines must share the directory. The
     model's buffers are those of core 0. A run that resumes on the same cores is bitwise identical to one that was never
-    stopped, with three exceptions: random numbers drawn by loader workers start over; virtual XLA cores share the
-    generators of the host; and on a different number or kind of cores only the generators that existed before are
+    stopped, with two exceptions: random numbers drawn by loader workers start over, and virtual XLA cores share the
+    generators of the host. On a different number or kind of cores, only the generators that existed before are
     restored, so dropout differs unless minibatches are seeded.
 
     **SIGTERM**, which announces the end of a spot machine, saves at the end of a step, within about a second, and ends
     the process with :data:`EXIT_STOPPED`. **Ctrl-C** saves in the same way and raises KeyboardInterrupt; pressed
-    again, it does so at once. Two runs in one directory are refused.
+    again, it raises at once, without a save. A second run in the same directory is refused.
 
     Args:
         directory: for the checkpoints, created if necessary, or a URL such as ``"s3://bucket/run"``; None to save
             nothing, for scripts that leave the choice to their user.
         model: the model.
         optimizer: its optimizer, whose sampler has the schedule.
-        schedulers: that are not attached, or other objects with ``state_dict`` and ``load_state_dict``, the same on all
-            cores.
+        schedulers: those that are not attached, or other objects with ``state_dict`` and ``load_state_dict``, the same
+            on all cores.
         metrics: sums over all cores to save and restore, such as those of an unfinished epoch.
         every_steps: save every N steps.
         every_seconds: save when that many seconds have passed since the last save, by the clock of core 0.
@@ -148,7 +148,7 @@ class Checkpoint:
             ``"exact"``, ``"seed_minibatches"`` or, for exact runs on a CPU, ``"threads"``; changes are logged.
             Completed steps stay as they were, and row r of a new trace is step r.
         format: ``"file"`` for the full state in one file, ``"sharded"`` for a directory to which each process writes
-            its shard, for states that do not fit on one host. A run can resume from either with any value.
+            its shard, for states that do not fit on one host. A run can resume from either format, whatever this is.
         asynchronous: write while training continues. A failed write raises at the next step.
     """
 
@@ -174,7 +174,7 @@ class Checkpoint:
             raise ValueError(f"`model` must be the model that the optimizer trains, got {kind} with other parameters")
         if optimizer.sampler.is_elastic:
             advice = "save optimizer.state_dict() and the model where optimizer.sampler.rank is 0"
-            raise ValueError(f"a Checkpoint must not be used with `elastic`, whose core 0 may leave: {advice}")
+            raise ValueError(f"a Checkpoint must not be used with `elastic`, as core 0 may leave: {advice}")
         check_positive(keep=keep, **({} if every_steps is None else {"every_steps": every_steps}))
         if isinstance(allow_changes, str):
             raise ValueError(f"`allow_changes` must be a set of names, got the str {allow_changes!r}")
@@ -225,10 +225,10 @@ class Checkpoint:
 
         An epoch that was interrupted continues after its completed steps; if all were completed, its loader is empty
         and the code after the loop runs. The end of the last epoch is saved. The loop may leave an epoch early, even in
-        the middle of a step, which is then discarded. If the trace has fewer epochs, it raises at the start.
+        the middle of a step, which is then discarded. Raises at the start if the trace has fewer epochs.
 
         With `progress`, `samples` or `tokens`, the run ends after the step that reaches one of them, even within an
-        epoch, as in :meth:`CustomOptimizer.epochs`. With a larger value, it resumes there.
+        epoch, as in :meth:`CustomOptimizer.epochs`. Called with a larger value, it resumes there.
         """
         limit, optimizer = Limit(progress, samples, tokens), self._optimizer
         most = limit.num_epochs(num_epochs, self._sampler.schedule)
@@ -281,7 +281,7 @@ class Checkpoint:
     def on_attach(self, optimizer: CustomOptimizer) -> None:
         """Called by :meth:`CustomOptimizer.attach`."""
         if optimizer is not self._optimizer:
-            raise ValueError("the checkpoint is of another optimizer: attach it there")
+            raise ValueError("the checkpoint belongs to another optimizer: attach it there")
         if self._metrics:
             raise ValueError(f"a checkpoint with `metrics` {_SAVES_EARLY}")
 
@@ -362,13 +362,13 @@ class Checkpoint:
             self._store.wait()
 
     def _acquire(self) -> None:
-        """Begin to write, or raise on all ranks if another run does."""
+        """Start writing, or raise on all ranks if another run is writing."""
         problem = None
         if self._communicator.rank == 0:
             try:
                 self._store.acquire()
                 if not self._store.is_prepared and self._store.newest() != self._found:
-                    raise RuntimeError(f"another run has saved to {self.directory} since: make the checkpoint again")
+                    raise RuntimeError(f"another run has saved to {self.directory} since: create a new Checkpoint")
                 if not self._store.is_prepared and self._found is not None:
                     self._truncate_rows()
             except (RuntimeError, OSError) as error:
@@ -418,7 +418,7 @@ class Checkpoint:
     def _stop(self) -> None:
         """End this process once all ranks are here. The run has been saved."""
         self.wait()
-        # on all ranks: one that exits early may get the others killed, rank 0 as it writes
+        # on all ranks: if one exits early, the others may be killed, even rank 0 while it writes
         (interrupts,) = self._coordinator.all_reduce([signals.was_interrupted()])
         signals.acknowledge(is_exiting=not interrupts)
         signals.await_calls()
@@ -511,9 +511,9 @@ def _process_seconds() -> float | None:
 
 
 def _resume_point(state: Mapping[str, Any], schedule: BaseSchedule) -> tuple[BaseSchedule, tuple[int, int, list[int]]]:
-    """The schedule after the steps of a saved run; the run's epoch, its completed steps in it, and in those before.
+    """The schedule after the steps of a saved run; its epoch, the completed steps in this epoch and in those before.
 
-    An epoch that ended because its trace did continues if the new trace is longer.
+    An epoch that ended with the old trace continues if the new trace is longer.
     """
     epoch, first_step, steps_of_epochs = state["epoch"], state["epoch_step"], list(state["steps_of_epochs"])
     saved = state["past"]

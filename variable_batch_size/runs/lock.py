@@ -1,9 +1,9 @@
 """RunLock: a directory or a URL has one run at a time, as two would overwrite each other's checkpoints.
 
-A run holds a file with its host, process and time, and renews it regularly. If the process has ended, which is known on
-its own machine, the next run replaces the file at once; elsewhere, when it has not been renewed for a while. Of runs
-that start in the same moment on one machine, the first one takes it; of those on several machines, the last one, and
-the others raise before they save a checkpoint.
+A run holds a file with its host, process and time, and renews it regularly. On the same machine, the next run replaces
+the file at once if that process has ended; on another machine, once it has not been renewed for a while. If runs start
+at the same moment on one machine, the first one gets the lock. On several machines, the last one does, and the others
+raise before they save a checkpoint.
 """
 
 import fcntl
@@ -73,7 +73,7 @@ class RunLock:
             self._write(number=0)
 
     def release(self) -> None:
-        """Let others take it."""
+        """Release it for other runs."""
         if self._ended is not None:
             self._ended.set()
             self._ended = None
@@ -84,7 +84,7 @@ class RunLock:
 
     def _wait(self, owner: Owner, version: object) -> None:
         seconds = _SECONDS_UNTIL_ABANDONED[self._kind]
-        show(logger, "%s belongs to %s: waiting %g s for its end", self._place, _described(owner), seconds)
+        show(logger, "%s belongs to %s: waiting %g s for it to end", self._place, _described(owner), seconds)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(min(_SECONDS_BETWEEN_LOOKS, seconds))
@@ -109,7 +109,7 @@ class RunLock:
 
     def _refusal(self, owner: Owner) -> RuntimeError:
         advice = "end that run, or use another directory for this one"
-        return RuntimeError(f"{self._place} belongs to {_described(owner)}, which still runs: {advice}")
+        return RuntimeError(f"{self._place} belongs to {_described(owner)}, which is still running: {advice}")
 
     def _read(self) -> tuple[Owner | None, object]:
         """The owner, if there is one, and something that changes with each renewal."""
@@ -139,7 +139,7 @@ class RunLock:
 
 
 def is_alive(lock: str, *, seconds_since_renewal: float, is_remote: bool) -> bool:
-    """Whether the run of a lock file with this text is alive: by its process on this machine, elsewhere by renewals."""
+    """Whether the run of a lock file with this text is alive: by its process, or by renewals on another machine."""
     try:
         owner = json.loads(lock)
         if owner["machine"] == _machine():
@@ -151,7 +151,7 @@ def is_alive(lock: str, *, seconds_since_renewal: float, is_remote: bool) -> boo
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Exclude other processes of this machine, unless the file system has no such locks."""
+    """Exclude other processes of this machine, if the file system supports such locks."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -175,21 +175,21 @@ def _is_own(owner: Mapping[str, Any]) -> bool:
 
 
 def _may_run(owner: Mapping[str, Any]) -> bool:
-    """Whether another process than this may hold a lock: one that runs, or that is on another machine."""
+    """Whether a process other than this one may hold a lock: one that is running, or on another machine."""
     if owner["machine"] != _machine():
         return True
     return not _is_own(owner) and owner["started"] == _started(owner["process"])
 
 
 def _machine() -> str:
-    """Distinguishes machines since they were started, and containers in which processes have other numbers."""
+    """Distinguishes machines, their restarts, and containers with their own process numbers."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def _started(process: int) -> str | None:
-    """When a process was started, as another may have its number later; None if it has ended."""
+    """When a process was started, as another may reuse its number; None if it has ended."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else fields[18]

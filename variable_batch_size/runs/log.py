@@ -75,7 +75,7 @@ class Metrics:
         host = torch.tensor(list(self._host_sums.values()), dtype=self._dtype).to(self._device)
         total = self._communicator.total(torch.cat(list(self._sums.values())) + host)
         if self._cores - live.members() and self._communicator.rank == 0:
-            logger.warning("the sums of %s lack what cores that have left had added", ", ".join(self._names))
+            logger.warning("the sums of %s lack the values of cores that have left", ", ".join(self._names))
         return dict(zip(self._names, total.tolist(), strict=True))
 
     def restore(self, sums: Mapping[str, float]) -> None:
@@ -109,22 +109,22 @@ class Log(AbstractContextManager["Log"]):
     the latest step; and ``loss``, ``samples_per_second`` and ``idle_share`` (of cores × steps) since the previous
     record. If minibatches have weights, it has their sum in the run as ``weight``; the losses passed to :meth:`step`
     are then sums, and ``loss`` is their sum divided by that of the weights. If cores do not share steps by round robin,
-    it has lists of the minibatches and of the seconds for one, on each core. The page on long runs describes all keys.
+    it has lists of each core's minibatches and seconds per minibatch. The page on long runs describes all keys.
 
     The loss stays on the device until a record is due. Then it is all-reduced and read: the only wait for the device.
 
     Args:
         optimizer: of the run.
         every: steps between two records.
-        to: the sinks. They are constructed on every core and called on core 0 only, so they open files when first
-            called.
+        to: the sinks. They are constructed on every core and called on core 0 only, so they should open files only
+            when first called.
     """
 
     def __init__(self, optimizer: CustomOptimizer, *, every: int, to: Iterable[Callable[[Record], Any]]) -> None:
         check_positive(every=every)
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be a CustomOptimizer, got {type(optimizer).__name__}")
-        sinks = list(to) if isinstance(to, Iterable) else [to]  # a str has characters, which are no functions
+        sinks = list(to) if isinstance(to, Iterable) else [to]  # the characters of a str are not functions
         if not isinstance(to, Iterable) or not all(map(callable, sinks)):
             raise ValueError(f"`to` must be a list of functions, such as [vbs.JsonLines(path), print], got {to!r}")
         self.every = every
@@ -139,7 +139,7 @@ class Log(AbstractContextManager["Log"]):
         self._losses_of_step: list[torch.Tensor] = []  # of this core's minibatches since the last completed step
         self._weight_seen = optimizer.minibatch_weights.since
         self._shares = optimizer.sampler.shares
-        self._is_known = self._shares is None and not self._schedule.is_open  # who runs what, by the batch size
+        self._is_known = self._shares is None and not self._schedule.is_open  # the batch size decides who runs what
         self._is_attached = False
         self._restart()
         optimizer.record_grad_norm(every=every)
@@ -153,12 +153,12 @@ class Log(AbstractContextManager["Log"]):
         self._started_at = time.monotonic()
 
     def step(self, loss: torch.Tensor | float) -> None:
-        """Record a minibatch's loss, as ``backward()`` was called on it, but without a loss scale.
+        """Record the loss of a minibatch on which ``backward()`` was called, but without a loss scale.
 
         Call it after every ``optimizer.step()``, unless the log is attached to the optimizer.
         """
         if self._is_attached:
-            raise RuntimeError("log.step() was called, but the optimizer to which the log is attached does so")
+            raise RuntimeError("log.step() was called, but the log is attached to the optimizer, which calls it")
         self._record(loss)
 
     def _record(self, loss: torch.Tensor | float) -> None:
@@ -180,7 +180,7 @@ class Log(AbstractContextManager["Log"]):
     def on_attach(self, optimizer: CustomOptimizer) -> None:
         """Called by :meth:`CustomOptimizer.attach`."""
         if optimizer is not self._optimizer:
-            raise ValueError("the log is of another optimizer: attach it there")
+            raise ValueError("the log belongs to another optimizer: attach it there")
         self._is_attached = True
 
     def on_minibatch(self, loss: torch.Tensor | float | None) -> None:
@@ -233,7 +233,7 @@ class Log(AbstractContextManager["Log"]):
 
     @torch.no_grad()
     def _add_losses(self) -> None:
-        """Add the losses of single minibatches to their sum, always the same number, for it to be one graph on XLA.
+        """Add the losses of single minibatches to their sum, always the same number of them, as a single XLA graph.
 
         It is a separate graph because cores have different numbers of minibatches, but must run the same graph where
         they communicate.
@@ -277,7 +277,7 @@ class Log(AbstractContextManager["Log"]):
         self._restart()
 
     def _own_share(self) -> torch.Tensor:
-        """Since the last record: the idle steps, the minibatches and their seconds, in this core's places of tables."""
+        """Since the last record: the idle steps, the minibatches and their seconds, in this core's places in tables."""
         table = torch.zeros(3, self._schedule.num_replicas)
         num_before, seconds_before = self._shared_before
         own = [float(self._num_idle), 0.0, 0.0]
@@ -287,10 +287,10 @@ class Log(AbstractContextManager["Log"]):
         return table.flatten().to(self._device)
 
     def _total(self, numbers: list[torch.Tensor]) -> Any:
-        """The sums of the loss and of other numbers over all cores, how many these are, and the weight; one wait."""
+        """The sums of the loss and of other numbers over all cores, the number of cores, and the weight; waits once."""
         weights, cores = self._optimizer.minibatch_weights, self._schedule.num_replicas
         is_elastic = self._optimizer.sampler.is_elastic
-        if is_elastic:  # cores may leave before, or in the sum; those that were added have summed fewer weights
+        if is_elastic:  # cores may leave before or during the sum; those that were added have summed fewer weights
             numbers = [*numbers, torch.tensor([1.0, self._num_own]).to(self._device)]
         elif weights.unread is not None:
             numbers = [one.to(weights.unread) for one in (*numbers, weights.unread)]

@@ -66,7 +66,7 @@ class RemoteDirectory:
         return sorted(PurePosixPath(entry["name"]).name for entry in found if entry["type"] == "file")
 
     def truncate_local(self, path: Path) -> None:
-        """Replace a local file by a placeholder, or create one."""
+        """Replace a local file with a placeholder, or create one."""
         path.write_bytes(b"")
         self._versions[path.name] = _version(path)
 
@@ -83,7 +83,7 @@ class RemoteDirectory:
             self._uploaded_at = time.monotonic()
 
     def maybe_upload(self) -> None:
-        """Upload if it is time. A failure is logged, and made up for by the next upload."""
+        """Upload if it is time. A failure is logged, and the next upload tries again."""
         if time.monotonic() - self._uploaded_at >= _SECONDS_BETWEEN_UPLOADS:
             try:
                 self.upload()

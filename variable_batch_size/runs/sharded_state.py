@@ -89,7 +89,7 @@ def _optimizer_state(optimizer: CustomOptimizer) -> dict[str, Any]:
 
 
 def try_out_optimizer(optimizer: CustomOptimizer) -> None:
-    """Raise if a checkpoint cannot hold the optimizer's state; that of ZeRO would have to be collected for it."""
+    """Raise if a checkpoint cannot hold the optimizer's state; not for ZeRO, whose state must be consolidated first."""
     if not any(map(is_zero, optimizers_of(optimizer.inner))):
         state_file.in_memory({"optimizer": _optimizer_state(optimizer)})
 
@@ -124,7 +124,7 @@ def load_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def shard(like: Any, value: Any, _: str = "") -> Any:
-    """A full tensor, sharded as another one; what is no tensor or has another shape as it is."""
+    """A full tensor, sharded like another one; anything but a tensor of the same shape is returned as it is."""
     return value if not _match(like, value) or is_dtensor(value) else shard_from_full(like, value)
 
 
@@ -162,7 +162,7 @@ def _plain_name(name: str) -> str:
 
 
 def split_sharded(state: dict[str, Any], *, copies: bool) -> tuple[dict[str, Any], Tensors]:
-    """A state with placeholders for its sharded tensors, and these, or copies of their shards, by their places."""
+    """A state with placeholders for its sharded tensors, and these tensors or copies of their shards, by place."""
     tensors: Tensors = {}
 
     def replaced(part: Any, place: str) -> Any:
@@ -178,10 +178,10 @@ def split_sharded(state: dict[str, Any], *, copies: bool) -> tuple[dict[str, Any
 def write_directory(
     directory: Path, steps_done: int, rest: dict[str, Any], tensors: Tensors, group: Group, *, is_first: bool
 ) -> None:
-    """Write the shards of all ranks and the rest of rank 0, under a temporary name until all are complete."""
+    """Write the shards of all ranks and rank 0's rest of the state, under a temporary name until all are complete."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    # rank 0 chooses the name, as others may not see yet the files it has just written
+    # rank 0 chooses the name, as others may not yet see the files that it has just written
     number = torch.tensor([state_file.free_number(directory, steps_done) if is_first else 0])
     if group is not None:
         dist.all_reduce(number, group=group)

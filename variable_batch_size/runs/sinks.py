@@ -138,8 +138,8 @@ class Prometheus:
     Core 0 serves them at ``http://ADDRESS:PORT/metrics``, from the first record until the sink is closed.
 
     Args:
-        port: on which it listens; 0 for a free one, which the attribute `port` then has.
-        address: on which it listens: by default on this machine only, ``"0.0.0.0"`` for all of its addresses.
+        port: the port on which it listens; 0 for a free one, which is then in the attribute `port`.
+        address: the address on which it listens: by default on this machine only, ``"0.0.0.0"`` for all addresses.
         labels: of all gauges, such as ``{"run": "a"}``.
     """
 
@@ -189,7 +189,7 @@ class Console:
     epoch 0  step 40  samples 5,120  loss 0.5312  batch size 128  lr 0.02
 
     Args:
-        everything: print all numbers of a record; otherwise not those that follow from the others, and other details.
+        everything: print all numbers of a record; otherwise, omit details and numbers that follow from others.
     """
 
     def __init__(self, *, everything: bool = False) -> None:

@@ -23,11 +23,11 @@ _MARK, _VERSION = "variable_batch_size checkpoint", 1
 
 
 def tree_map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
-    """Apply a function to a value and its place, as keys in brackets; and to all parts of a value that it returns as it
-    is.
+    """Apply a function to a value and its place, and to the parts of each value that it returns unchanged.
 
-    Containers are lists, tuples and dicts with their keys and, of a module's state, the ``_metadata`` that
-    ``load_state_dict`` reads. They are copied; a named tuple becomes a tuple, as it does in a file.
+    A place is written as keys in brackets. Containers are lists, tuples and dicts with their keys and, for a module's
+    state, the ``_metadata`` that ``load_state_dict`` reads. They are copied; a named tuple becomes a tuple, as it does
+    in a file.
     """
     changed = change(value, place)
     if changed is not value:
@@ -66,7 +66,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def prepare(directory: Path) -> None:
-    """Create the directory, check that it is writable, and remove unfinished files of a crash."""
+    """Create the directory, check that it is writable, and remove unfinished files left by a crash."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(f"*{TEMPORARY}"):
@@ -151,7 +151,7 @@ def keep_only(directory: Path, number: int) -> None:
 def remove(path: Path) -> None:
     """Remove a file, or a directory and its contents."""
     if path.is_dir():
-        temporary = path.with_name(path.name + TEMPORARY)  # so that a crash leaves no directory that is half removed
+        temporary = path.with_name(path.name + TEMPORARY)  # so that a crash leaves no half-removed directory
         os.replace(path, temporary)
         shutil.rmtree(temporary)
     else:

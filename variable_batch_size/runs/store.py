@@ -116,8 +116,8 @@ class ExecutedTrace:
     """Appends a row for each completed step, and leaves existing rows as they are.
 
     A crash may leave rows of steps that the checkpoint does not have: :meth:`truncate` drops them. Comments name the
-    run at the top (`origin`) and, after each number of completed steps in `changes`, what changed then. With `cores`,
-    which has the core of each minibatch in a step, these take the place of the batch sizes.
+    run at the top (`origin`) and, after each number of completed steps in `changes`, what changed then. `cores`,
+    if given, has the core of each minibatch of a step; rows then have these cores instead of the batch size.
     """
 
     def __init__(
@@ -171,12 +171,12 @@ class ExecutedTrace:
         return self._schedule.batch_size(step) if self._cores is None else " ".join(map(str, self._cores.get(step, ())))
 
     def _comments_before(self, epoch: int, steps_of_epochs: Sequence[int]) -> Iterator[str]:
-        """A comment for each epoch since the last row that ended early."""
+        """A comment for each epoch that ended early since the last row."""
         for before in range(next((e for e in reversed(range(epoch)) if steps_of_epochs[e]), 0), epoch):
             number, full = steps_of_epochs[before], len(self._schedule.steps(before))
             if self._schedule.ended_early(before, number):
                 of_its = f" of its {full}" if number < full else ""
-                yield f"# epoch {before} was left after {number}{of_its} steps: replayed, the epochs begin elsewhere\n"
+                yield f"# epoch {before} was left after {number}{of_its} steps: in a replay, epochs begin elsewhere\n"
 
     def _write(self, text: str) -> None:
         try:
@@ -207,7 +207,7 @@ class CheckpointStore:
     ) -> None:
         check_one_of(get_args(Format), format=format)
         self._remote = RemoteDirectory(str(directory)) if is_url(directory) else None
-        # the local directory of the files, perhaps to be uploaded, and the directory as the user knows it
+        # the local directory of the files, which may be uploaded, and the directory as the user has passed it
         self.folder = local_path(directory) if self._remote is None else self._remote.folder
         self.directory = self.folder if self._remote is None else self._remote.url
         self._model, self._optimizer, self._schedulers = model, optimizer, schedulers
@@ -233,7 +233,7 @@ class CheckpointStore:
             state_file.prepare(self.folder) if self._remote is None else self._remote.check_writable()
 
     def acquire(self) -> None:
-        """Begin to write: raise if another run does. Called on rank 0."""
+        """Start writing; raises if another run is writing. Called on rank 0."""
         if self._lock is not None:
             self._lock.acquire()
             if not self.is_prepared:
@@ -251,8 +251,8 @@ class CheckpointStore:
         return max((name for name in names if name.startswith("step-")), default=None)
 
     def save(self, rest: dict[str, Any], *, when_done: Callable[[], None]) -> None:
-        """Save the model, the optimizer and the rest of the state, that of rank 0, on which `when_done` is called once
-        the checkpoint is complete. Every rank must call it."""
+        """Save the model, the optimizer and rank 0's `rest` of the state. Every rank must call it; rank 0 calls
+        `when_done` once the checkpoint is complete."""
         steps_done, tensors = self._optimizer.steps_done, dict[str, torch.Tensor]()
         if self._is_sharded:
             self.wait()  # for the memory of the previous copy
@@ -300,7 +300,8 @@ class CheckpointStore:
     def check(self) -> None:
         """Raise if an asynchronous write has failed. Every rank must call it after each step.
 
-        After the first step, when all state exists, what a file cannot hold raises, and memory for copies is allocated.
+        After the first step, when all state exists, it raises for what a file cannot hold and allocates memory for
+        copies.
         """
         if self._writer is not None:
             self._writer.check()

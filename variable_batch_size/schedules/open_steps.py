@@ -17,7 +17,7 @@ _ENDLESS = 2**62  # the end of an epoch, while that is not known
 
 @dataclass(frozen=True)
 class OpenSteps:
-    """In the place of a trace: a step ends when every core has ended its part, after any number of minibatches.
+    """Takes the place of a trace: a step ends when every core has ended its part, after any number of minibatches.
 
         sampler = vbs.CustomSampler(prompts, vbs.OpenSteps(), minibatch_size=4)
         optimizer = vbs.Optimizer(inner, sampler, rule="linear", ref_batchsize=64, model=model)
@@ -42,8 +42,8 @@ class OpenSteps:
 class OpenSchedule(BaseSchedule):
     """A schedule whose rows are the completed steps. Epochs begin where a run begins them.
 
-    Besides its batch size, a row has how many samples the cores have read from their loaders in the step: their sum is
-    the position in the data.
+    A row has its batch size, and the number of samples that the cores have read from their loaders in the step. The sum
+    of these numbers is the position in the data.
     """
 
     is_open = True
@@ -57,7 +57,7 @@ class OpenSchedule(BaseSchedule):
         super().__init__(**layout)
         if self.max_minibatch_size > self.minibatch_size:
             rule = "`max_minibatch_size` must be None with OpenSteps"
-            raise ValueError(f"{rule}, whose batch sizes are not known before, got {self.max_minibatch_size}")
+            raise ValueError(f"{rule}, whose batch sizes are not known in advance, got {self.max_minibatch_size}")
         self.timeout = steps.timeout
         self._rows: list[int] = []
         self._reads: list[int] = []
@@ -74,7 +74,7 @@ class OpenSchedule(BaseSchedule):
         return self._rows[-1]
 
     def samples_read(self, epoch: int, num_steps: int | None = None) -> int:
-        """The samples of an epoch that its completed steps have read, or the first ones of these."""
+        """The samples of an epoch that its completed steps have read, or only the first `num_steps` of them."""
         steps = self.steps(epoch)[:num_steps]
         return sum(self._reads[steps.start : steps.stop])
 
@@ -131,7 +131,7 @@ class OpenSchedule(BaseSchedule):
         return self
 
     def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
-        """An estimate, as cores read when they need to."""
+        """An estimate, as cores read minibatches when they need them."""
         left = (self.capacity - self.samples_read(epoch)) // self.minibatch_size
         return -(-left // self.num_replicas)
 

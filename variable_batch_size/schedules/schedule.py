@@ -259,7 +259,7 @@ class Schedule(BaseSchedule):
         lockstep: whether all cores run as many minibatches in a step as the busiest one, for models whose forward pass
             communicates; cores with fewer run a padding minibatch in the last round.
         max_minibatch_size: let steps with more samples have larger minibatches, up to this size; None for equal ones.
-        unit: what batch sizes count, for errors.
+        unit: what batch sizes count, for error messages.
 
     >>> schedule = Schedule([64, 96, 32, 256], dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_epochs

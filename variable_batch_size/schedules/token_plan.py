@@ -1,12 +1,12 @@
-"""TokenPlan: puts all samples of an epoch into minibatches of at most so many tokens, from a histogram of lengths.
+"""TokenPlan: divides the samples of an epoch into minibatches with a limit of tokens, from a histogram of lengths.
 
-Lengths are divided into buckets, so that padding each sample to the longest of its bucket adds the fewest tokens. In
+Lengths are divided into buckets for which padding each sample to the longest of its bucket adds the fewest tokens. In
 the order of the buckets, shuffled within each, samples are cut into minibatches; the last samples of a bucket that do
 not fill one are padded like those of the next bucket. Packed minibatches combine samples of several buckets instead.
 
-All of this depends on how many samples a bucket has, not on which. So every epoch has the same number of minibatches of
-the same shapes, the samples of any minibatch are found without those before it, and nothing is sorted or stored but
-the numbers of samples of each bucket in blocks of the data set.
+All of this depends on how many samples a bucket has, not on which ones. So every epoch has the same number of
+minibatches of the same shapes, and the samples of any minibatch are found without those before it. Nothing is sorted,
+and only the numbers of samples of each bucket in blocks of the data set are stored.
 """
 
 import hashlib
@@ -55,18 +55,18 @@ class TokenPlan:
     Args:
         lengths: the tokens of each sample: a sequence, an array or a memory-mapped file, which is read as needed.
         tokens: the most that a minibatch has: rows times the padded length, or the sum of the lengths if `packed`.
-        packed: whether the samples of a minibatch are concatenated to one row of `tokens`.
+        packed: whether the samples of a minibatch are concatenated into one row of `tokens`.
         max_shapes: the most shapes that minibatches have; a packed one always has the shape (1, `tokens`).
         multiple_of: padded lengths are multiples of this, as some accelerators prefer.
-        too_long: of samples with more than `tokens`: ``"raise"``, ``"drop"`` them, or ``"truncate"``: count them as
-            `tokens` long, which the data set then must make true.
+        too_long: for samples with more than `tokens`: ``"raise"``; ``"drop"`` them; or ``"truncate"``, which counts
+            them as `tokens` long, so the data set must truncate them.
 
     Attributes:
         num_samples: of an epoch, without dropped ones; each is in one minibatch.
         num_dropped: samples that are too long.
         num_tokens: of the samples of an epoch, without padding.
         num_minibatches: of an epoch.
-        shapes: of these, by rising length.
+        shapes: of these minibatches, by increasing length.
         description: what the minibatches depend on, with a hash of the lengths.
 
     >>> plan = TokenPlan([5, 2, 8, 2, 3, 7, 2, 2], tokens=16, max_shapes=3)
@@ -140,7 +140,7 @@ class TokenPlan:
 
     @staticmethod
     def _numbers(counts: Integers, edges: Integers) -> Integers:
-        """The samples of each bucket."""
+        """The number of samples of each bucket."""
         return np.diff(counts.cumsum()[edges], prepend=0)
 
     @property
@@ -247,7 +247,7 @@ def _shapes(groups: Sequence[_Group]) -> tuple[Shape, ...]:
 def _best_edges(counts: Integers, most: int, *, multiple_of: int = 1, tokens: int | None = None) -> list[Integers]:
     """The longest lengths of buckets, for 1, 2, … `most` buckets: those with the fewest padded tokens.
 
-    With `tokens`, a sample also costs a quarter of its share of a minibatch: rows that leave less of it unused.
+    With `tokens`, a sample also costs a quarter of its share of a minibatch, so rows should leave less of it unused.
 
     By dynamic programming: n buckets up to a length are n − 1 buckets up to some shorter length, and one from there.
     """
@@ -287,7 +287,7 @@ def _padded_groups(numbers: Integers, edges: Integers, tokens: int) -> list[_Gro
 
 
 def _packed_groups(numbers: Integers, edges: Integers, tokens: int) -> list[_Group]:
-    """Fill minibatches with the longest samples that fit, as often as there are enough for another one alike."""
+    """Fill minibatches with the longest samples that fit, and repeat each while there are enough samples for it."""
     left, places = numbers.tolist(), (numbers.cumsum() - numbers).tolist()
     groups = []
     while any(left):

@@ -40,11 +40,11 @@ class WatchedSchedule(Schedule):
         self.fix_after(self._start(epoch) + first_step)
 
     def fix_after(self, num_done: int) -> None:
-        """Fix the steps that may be read before the next look at the file, after so many completed steps."""
+        """Fix the steps that may be read before the next look at the file, after `num_done` completed steps."""
         self.num_fixed = max(self.num_fixed, num_done + self.watched.lead + self.watched.every)
 
     def file(self) -> WatchedFile:
-        """The file, which is to have the rows of this schedule."""
+        """The file, which should have the rows of this schedule."""
         return WatchedFile(self.watched.path, self.trace)
 
     def edited(self, file: WatchedFile, num_done: int) -> Integers | None:

@@ -84,7 +84,7 @@ class Recording:
           only gives the end of the recording.
         - Jobs: CSV with the columns ``submit_time``, ``duration``, in seconds, ``worker_num`` and ``gpu_request``, as
           published by Alibaba. The devices are those in use if each job starts at once; with a column ``job_type``,
-          only by jobs of the type Spot.
+          only jobs of the type Spot count.
         - JSON records: ``[{"time": t, "cores": n}, …]``, with the meaning of the rows of a CSV file.
         - JSON counts: ``{"metadata": {"gap_seconds": g}, "data": [counts]}``, each count for g seconds.
 

@@ -18,8 +18,8 @@ class WatchedTrace:
     """A trace file that core 0 reads again when it has changed; pass it as `trace`.
 
     Rows that are not fixed yet are replaced on all cores at the same step. A step is fixed `lead` to `lead + every`
-    steps ahead, because loaders read ahead. Of an invalid or half-written file a warning names the line, and the rows
-    stay as they were.
+    steps ahead, because loaders read ahead. If the file is invalid or half-written, a warning names the line, and the
+    rows stay as they were.
 
     Args:
         path: a CSV file for :meth:`Trace.read`, on this machine. Replace it by renaming another, or end it with a line
@@ -57,12 +57,12 @@ class WatchedFile:
         self._is_recent = True  # whether a later write may have the same stamp
 
     def look(self) -> bool:
-        """Note the state of the file; whether it is the same as at the last look."""
+        """Note the state of the file; returns whether it is the same as at the last look."""
         seen, self._seen = self._seen, self._stamp()
         return seen == self._seen
 
     def changed(self) -> Trace | None:
-        """The new content, if there is one; ValueError if it is no trace, or only a part of one."""
+        """The new content, if there is one; ValueError if it is not a trace, or only a part of one."""
         if not self.look() or (self._seen == self._read and not self._is_recent):
             return None
         if self._seen is None:

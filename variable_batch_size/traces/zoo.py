@@ -17,7 +17,7 @@ _SECONDS_PER_STEP = 60  # of a recording that is read as a trace
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of the zoo, with what the comment at its top says."""
+    """A file of the zoo, described by the comment at its top."""
 
     name: str
     title: str  # what it is
@@ -56,7 +56,7 @@ def read(path: str | os.PathLike[str]) -> bytes:
 def read_trace(path: str | os.PathLike[str]) -> bytes:
     """Like :func:`read`, but a recording of the zoo is converted to a trace, with a step for each minute with devices.
 
-    The batch size is the number of devices at the start of the minute; with ``zoo:NAME:32``, 32 samples for each.
+    The batch size is the number of devices at the start of the minute; with ``zoo:NAME:32``, 32 samples per device.
     """
     name = _name_of(path)
     if name is None:
