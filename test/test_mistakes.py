@@ -1,4 +1,4 @@
-"""Mistakes of a first day with the library: each raises an error, or logs a warning, that names what to do instead."""
+"""Mistakes on a first day with the library: each raises an error, or logs a warning, that names what to do instead."""
 
 import contextlib
 import io
@@ -191,7 +191,7 @@ MISTAKES = {
         "trace.csv:3: batchsize must be a positive integer",
     ),
     "an empty file": (lambda: csv(""), "the file is empty, expected the columns step,batchsize"),
-    "no multiple of the minibatch": (
+    "not a multiple of the minibatch": (
         lambda: loader([16, 12]),
         "trace[1]: batchsize must be a multiple of 8 (the minibatch",
     ),
@@ -205,7 +205,7 @@ MISTAKES = {
     ),
     "floats": (lambda: loader([16.0, 32.0]), "trace[0]: batchsize must be a positive integer, got 16.0"),
     "a stage without a size": (lambda: loader("0:16 20"), "stage 2 must have the form start:size, got '20'"),
-    "stages in disorder": (lambda: loader("0:16 20:32 10:8"), "stage 2 must end after its start at 20, got 10"),
+    "stages out of order": (lambda: loader("0:16 20:32 10:8"), "stage 2 must end after its start at 20, got 10"),
     "stages of floats": (
         lambda: loader({0: 16.0}),
         "stages must map integer steps to integer batch sizes, got 0: 16.0",
@@ -283,7 +283,7 @@ MISTAKES = {
     ),
     "no step": (
         lambda: Run().train(step=lambda: None),
-        f"step() was not called in epoch 0, of which 10 minibatches were read: {ONCE}",
+        f"step() was not called in epoch 0, although 10 minibatches were read: {ONCE}",
     ),
     "own accumulation": (step_of_every_other_minibatch, f"{ONCE}. It accumulates by itself"),
     "step twice": (
@@ -310,10 +310,10 @@ MISTAKES = {
     ),
     "epochs without an end": (
         lambda: optimizer().epochs(),
-        "`num_epochs` must be given, or a limit such as `samples`: the trace has no end",
+        "`num_epochs` or a limit such as `samples` must be given: the trace has no end",
     ),
     # what is attached
-    "scheduler.step()": (scheduler_by_hand, "don't call step() of a scheduler that is attached"),
+    "scheduler.step()": (scheduler_by_hand, "don't call step() of an attached scheduler"),
     "a wrong unit": (
         lambda: (run := Run()).attach(run.scheduler(), per="sample"),
         "got 'sample' (did you mean 'samples'?)",
@@ -324,7 +324,7 @@ MISTAKES = {
     ),
     "tokens without weights": (
         lambda: (run := Run()).attach(run.scheduler(), per="tokens", every=9).train(),
-        'per="tokens" needs the tokens of each minibatch: optimizer.step(weight=…)',
+        'per="tokens" needs the number of tokens of each minibatch: pass it as optimizer.step(weight=…)',
     ),
     "a scheduler of a metric": (
         lambda: (run := Run()).attach(ReduceLROnPlateau(run.optimizer)),
@@ -401,7 +401,7 @@ MISTAKES = {
     "a wrong backend": (lambda: vbs.launch(not_a_core, backend="glo"), "got 'glo' (did you mean 'gloo'?)"),
     # policies
     "an unknown policy": (lambda: make_policy("autoscal"), "got 'autoscal' (did you mean 'autoscale'?)"),
-    "bounds in disorder": (
+    "bounds out of order": (
         lambda: vbs.Autoscale(max_batch_size=16, min_batch_size=32),
         "`min_batch_size` must be at most `max_batch_size`, which is 16, got 32",
     ),

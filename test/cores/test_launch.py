@@ -347,7 +347,7 @@ def test_elastic_run_replaces_a_core_that_dies_and_ends_as_if_it_had_not(forks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"elastic": 2}, r"`elastic` must be the least and the largest number of cores, as \(1, 4\), got 2"),
+        ({"elastic": 2}, r"`elastic` must be the smallest and largest number of cores, as \(1, 4\), got 2"),
         ({"elastic": (3, 2)}, r"the smaller one first, got \(3, 2\)"),
         ({"elastic": (0, 2)}, "`elastic` must be a positive integer, got 0"),
         ({"elastic": (1, 2), "cores": 3}, "`cores` must be at most 2, the largest number of `elastic`, got 3"),

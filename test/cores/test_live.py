@@ -11,7 +11,7 @@ from variable_batch_size.cores import live
 
 
 class Work:
-    """A collective that has ended when its waits have given up so many times, maybe with an error."""
+    """A collective that ends after its waits have timed out this many times, with an error if there is one."""
 
     def __init__(self, waits, error=None):
         self.waits, self.error = waits, error
@@ -52,7 +52,7 @@ def pair():
 def test_cores_at_different_steps_raise_before_they_update(pair):
     pair._group = Group([0, 7])
     pair.commit(7)
-    with pytest.raises(RuntimeError, match=r"others are not at step 8, as this one: let optimizer\.epochs"):
+    with pytest.raises(RuntimeError, match=r"this one is at step 8 and others are not: let optimizer\.epochs"):
         pair.commit(8)
 
 

@@ -44,7 +44,7 @@ def said_by(wanted, *args):
 
 
 def train(directory, stop_at=None, ref_batchsizes=(8, 8)):
-    """A run on one of two hosts, of which only the second receives a stop request after some steps."""
+    """A run on one of two hosts; only the second receives a stop request after some steps."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
     model = nn.Linear(4, 3)

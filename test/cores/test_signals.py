@@ -243,7 +243,7 @@ print(int(next(iterator)))
 
 
 def test_worker_exits_although_a_signal_of_its_parent_is_lost():
-    """Of two SIGTERMs to a process that does not run in between, as on a busy machine, it receives the first."""
+    """A process that does not run between two SIGTERMs, as on a busy machine, receives the first."""
     code = """
 from multiprocessing.util import Finalize
 

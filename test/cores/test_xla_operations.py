@@ -34,7 +34,7 @@ def on_core(tensors, device):
 
 
 def to_scale():
-    """Of an idle core's gradients, not even NaN counts."""
+    """The gradients of an idle core do not count, not even NaN."""
     nan = float("nan")
     return [torch.tensor([[1.0, nan]]), torch.tensor([nan, 2.0]), torch.tensor(3.0), torch.tensor([1.0 + 2.0j])]
 

@@ -49,7 +49,7 @@ def test_minibatches_are_those_of_one_core():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_padding_is_told_from_the_rest_whatever_workers_have_read(num_workers):
+def test_padding_is_distinguished_whatever_workers_have_read(num_workers):
     (_, loader) = loaders(5, 2, 2, num_workers=num_workers)
     assert count(loader) == {"sum": 5, "seen": 2}
     assert count(loader) == {"sum": 5, "seen": 2}  # again
@@ -135,7 +135,7 @@ def test_sums_that_lack_those_of_a_core_that_has_left_are_reported(caplog):
         metrics.add(correct=1, seen=2)
         membership.members = [membership.core]
         assert metrics.read() == {"correct": 1, "seen": 2}
-        assert "the sums of correct, seen lack what cores that have left had added" in caplog.text
+        assert "the sums of correct, seen lack the values of cores that have left" in caplog.text
         caplog.clear()
         metrics.reset()
         metrics.read()

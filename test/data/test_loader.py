@@ -1,4 +1,4 @@
-"""vbs.DataLoader, loaders in the place of samplers, rules by name, and other short ways to write a training."""
+"""vbs.DataLoader, loaders in place of samplers, rules by name, and other short ways to write a training."""
 
 import inspect
 
@@ -97,7 +97,7 @@ def loaders():
 
 
 @pytest.mark.parametrize("kind", loaders())
-def test_optimizer_takes_a_loader_in_the_place_of_its_sampler(kind):
+def test_optimizer_takes_a_loader_instead_of_its_sampler(kind):
     loader = loaders()[kind]
     optimizer = vbs.LinearRuleOptimizer(sgd(), loader, ref_batchsize=16)
     source = {"sampler": loader, "stream": loader, "DataLoader of a stream": getattr(loader, "dataset", None)}

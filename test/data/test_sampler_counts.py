@@ -106,12 +106,12 @@ def test_a_pass_that_is_not_read_raises_though_an_earlier_one_was():
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"batch_size": 2, "drop_last": True}, {"num_workers": 1}])
-def test_sampler_in_the_place_of_batch_sampler_raises(options):
+def test_sampler_passed_as_sampler_instead_of_batch_sampler_raises(options):
     with pytest.raises(ValueError, match=r"^the sampler yields full minibatches.*batch_sampler=sampler"):
         next(iter(DataLoader(DATA, sampler=make_sampler(), **options)))
 
 
-def test_sampler_of_a_loader_that_does_not_batch_is_right():
+def test_sampler_of_a_loader_that_does_not_batch_is_accepted():
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
     for minibatch in DataLoader(DATA, sampler=sampler, batch_size=None):
@@ -190,7 +190,8 @@ def test_step_twice_for_a_minibatch_raises(num_workers):
             backward(model, minibatch)
             optimizer.step()
             optimizer.step()
-    assert optimizer.steps_done == (4 if num_workers else 0)  # in minibatch 5 of workers that are 4 ahead, and 1
+    # raised in minibatch 5 if workers are 4 ahead, and in minibatch 1 without workers
+    assert optimizer.steps_done == (4 if num_workers else 0)
 
 
 @pytest.mark.parametrize("kind", ["inner", "scaler", "one of several"])
@@ -241,7 +242,7 @@ def test_new_optimizer_within_a_pass_raises(num_workers):
     assert number == 4
 
 
-def test_new_optimizer_within_a_pass_is_right_after_set_epoch():
+def test_new_optimizer_within_a_pass_is_allowed_after_set_epoch():
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
     sampler.set_epoch(0)
@@ -270,7 +271,7 @@ def test_new_optimizer_that_is_set_to_the_same_epoch_begins_another_pass():
     assert_expected(model, second)
 
 
-# -------------------------------------------------------------------------------------------------------- what is right
+# ------------------------------------------------------------------------------------------------------ what is allowed
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
@@ -361,7 +362,7 @@ def test_an_optimizer_may_stop_within_a_pass_or_leave_passes_to_another():
     assert (optimizer.steps_done, other.steps_done) == (24, 6)
 
 
-def test_pass_that_is_only_read_is_right():
+def test_pass_that_is_only_read_is_allowed():
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
     assert len(list(loader_of(sampler))) == MINIBATCHES

@@ -98,7 +98,7 @@ def test_shares_by_speed_change_where_no_loader_has_read_yet():
 
 
 def by_speed(seconds, num_steps=20):
-    """Of a core that takes a tenth of a second, beside one that takes longer."""
+    """The shares of a core that takes a tenth of a second, next to a core that takes longer."""
     shares = BySpeed(0)
     shares.connect(Table(seconds), torch.device("cpu"))
     shares.begin(schedule_of(*[64] * num_steps), 0, 0)

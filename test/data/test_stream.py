@@ -172,7 +172,7 @@ def messages(caplog, **kwargs):
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-def test_the_end_of_a_stream_is_said_once_by_core_0(caplog):
+def test_core_0_reports_the_end_of_a_stream_once(caplog):
     ended = "the stream ended after {} samples, so epoch 0 ends after {} steps"
     left_over = "; the last 7 samples do not fill a step and are not used"
     assert messages(caplog, samples=range(29)) == [("WARNING", ended.format(29, 5) + left_over)]

@@ -169,7 +169,7 @@ def test_stateful_loader_resumes_repeatedly_on_any_number_of_cores(cores, stream
     ("num_minibatches", "first_step", "num_workers", "loading"),
     # one worker except once: after an error, torch may wait 5 s for each
     [(6, 2, 1, {}), (7, 3, 1, {}), (9, 3, 2, {}), (5, 3, 1, {}), (6, 3, 1, {"snapshot_every_n_steps": 4})],
-    ids=["ahead", "one ahead", "within the step", "one behind", "with a state of before"],
+    ids=["ahead", "one ahead", "within the step", "one behind", "with an earlier snapshot"],
 )
 def test_state_of_a_loader_at_another_step_raises(num_minibatches, first_step, num_workers, loading):
     loading = {"batch_size": None, "num_workers": num_workers, **loading}

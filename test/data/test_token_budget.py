@@ -139,7 +139,7 @@ def test_halves_and_norms_of_samples_are_refused():
     with pytest.raises(ValueError, match="`measure_noise` must not be 'norm layers' with a TokenBudget: its minibatch"):
         optimizer_of(32, measure_noise="norm layers")
     optimizer, _ = optimizer_of(16, measure_noise=True)
-    with pytest.raises(ValueError, match=r"halves\(\) needs minibatches of equal size, which those of a TokenBudget"):
+    with pytest.raises(ValueError, match=r"halves\(\) needs minibatches of equal size, but those of a TokenBudget"):
         next(optimizer.halves(torch.ones(2, 1)))
 
 
@@ -168,7 +168,7 @@ def test_what_its_minibatches_depend_on_is_compared_when_a_run_resumes():
     assert {name for name in before if before[name] != other[name]} == {"lengths"}
 
 
-def test_the_description_of_a_budget_for_people():
+def test_the_readable_description_of_a_budget():
     text = repr(budget_of(16, cores=2, rank=1))
     assert text.startswith("<TokenBudget of")
     assert "60 samples in" in text

@@ -15,7 +15,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 
 @pytest.fixture(autouse=True)
 def _quick_searches_for_garbage(monkeypatch):
-    """Let the frameworks collect what is new: they search at each run, and all that tests import takes a second."""
+    """Let the frameworks collect only new objects: they collect at each run, and a full collection takes a second."""
     monkeypatch.setattr(gc, "collect", partial(gc.collect, 1))
 
 

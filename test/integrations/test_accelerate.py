@@ -218,7 +218,7 @@ def test_loader_without_the_sampler_raises():
 def test_scheduler_of_another_optimizer_raises():
     session = Session("linear")
     other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(session.model.parameters(), lr=1.0), 1)
-    with pytest.raises(ValueError, match="StepLR schedules another optimizer than the one passed to prepare"):
+    with pytest.raises(ValueError, match="StepLR schedules a different optimizer than the one passed to prepare"):
         prepare(Accelerator(cpu=True), session.optimizer, other)
 
 
@@ -257,7 +257,7 @@ def test_an_optimizer_of_this_library_must_be_there():
 def test_state_of_another_optimizer_raises():
     optimizer = UpdateCountingOptimizer(Session("linear").optimizer)
     for state in ({}, torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).state_dict()):
-        with pytest.raises(ValueError, match=r"^the state has no 'variable_batch_size', so it is not of this library"):
+        with pytest.raises(ValueError, match=r"^the state has no 'variable_batch_size', so it was not saved by this"):
             optimizer.load_state_dict(state)
 
 

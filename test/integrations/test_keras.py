@@ -349,6 +349,6 @@ def test_another_backend_raises_in_one_sentence():
     loaded = "import sys, unittest.mock as mock\nsys.modules['keras'] = mock.MagicMock()\n"
     message = error_of_import(loaded + "sys.modules['keras'].backend.backend.return_value = 'jax'")
     assert message == (
-        "RuntimeError: Keras was imported with the jax backend, and must use torch: import "
+        "RuntimeError: Keras was imported with the jax backend, but must use torch: import "
         "variable_batch_size.integrations.keras first, or set KERAS_BACKEND=torch"
     )

@@ -83,7 +83,7 @@ def test_files_have_one_writer(found, folder):
     assert (folder / "best.weights.h5").exists()
 
 
-def test_ranks_that_differ_raise_on_all_of_them(found):
+def test_different_settings_on_ranks_raise_on_all_of_them(found):
     for _, (position, epochs, part, evaluation, assign), _ in found:
         assert "differ in what is done: 0 steps, epoch 0, step 0 on rank 0, 0 steps, epoch 0, step 1" in position
         assert "differ in epochs: 1 on rank 0, 2 on rank 1" in epochs

@@ -320,12 +320,12 @@ def test_checkpoints_are_saved_by_updates_and_the_last_is_found(expected, tmp_pa
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("max_steps", [2, 8], ids=["in the first epoch", "in the last"])
-@pytest.mark.parametrize("saved", ["at the end of the epoch", "behind the run"])
+@pytest.mark.parametrize("saved", ["at the end of the epoch", "after the run"])
 def test_epoch_interrupted_by_max_steps_is_completed_when_the_run_resumes(expected, saved, max_steps, tmp_path):
     path, saving = tmp_path / "left.ckpt", ModelCheckpoint(tmp_path, "left", save_on_train_epoch_end=True)
     trainer = make_trainer(max_steps=max_steps, callbacks=[saving], enable_checkpointing=True)
     fit(Net(), trainer)
-    if saved == "behind the run":
+    if saved == "after the run":
         trainer.save_checkpoint(path)
     module, trainer = Net(), make_trainer()
     assert torch.equal(fit(module, trainer, ckpt_path=path, weights_only=True), weights(expected["linear"]))

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 EXAMPLE = ROOT / "examples" / "ray_train.py"
 SETTINGS = {
     "PYTHONWARNINGS": "ignore",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process for each group of workers, which nothing here asks
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process for each group of workers, which nothing here uses
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_METRICS_ENABLED": "0",
 }
@@ -80,7 +80,7 @@ def output_with_nodes_that_come_and_go(directory, cluster):
     looking = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
 
     def wait_for(mark=None):
-        # one look may come too early: nodes take a while to be known, and to be missed
+        # one check may come too early: it takes a while until a node is known, or known to be gone
         while running.poll() is None and not (mark and (directory / mark).exists()):
             print(file=looking.stdin, flush=True)
             time.sleep(1)

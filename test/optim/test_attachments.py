@@ -79,7 +79,7 @@ def in_units():
 
 
 @pytest.mark.parametrize(("per", "every", "units", "kind"), [*in_units()])
-def test_scheduler_has_made_as_many_steps_as_the_run_is_long(per, every, units, kind):
+def test_scheduler_steps_follow_the_length_of_the_run(per, every, units, kind):
     model, loader, optimizer = make()
     scheduler = MAKE[kind](optimizer)
     optimizer.attach(scheduler, per=per, every=every)
@@ -209,7 +209,7 @@ def test_state_of_another_scheduler_is_refused(kind, per, every):
     train(model, loader, optimizer, stop_after=2)
     _, _, other = make()
     other.attach(MAKE[kind](other), per=per, every=every)
-    before = "the scheduler was CosineAnnealingLR with a step for each 1 of 'update' when the state was saved"
+    before = "the scheduler was CosineAnnealingLR with per='update', every=1 when the state was saved"
     with pytest.raises(ValueError, match=re.escape(before)):
         other.load_state_dict(optimizer.state_dict())
 
@@ -238,7 +238,7 @@ def test_epochs_by_default_are_those_of_the_trace():
     train(model, loader, optimizer, epochs=None)
     assert optimizer.steps_done == 4
     with pytest.raises(
-        ValueError, match="`num_epochs` must be given, or a limit such as `samples`: the trace has no end"
+        ValueError, match="`num_epochs` or a limit such as `samples` must be given: the trace has no end"
     ):
         make()[2].epochs()
     with pytest.raises(ValueError, match="2 epochs"):
@@ -280,12 +280,15 @@ WRONG = {
         lambda optimizer, other: optimizer.attach(MAKE["cosine"](other)),
         "CosineAnnealingLR belongs to another optimizer",
     ),
-    "log of another": (lambda optimizer, other: optimizer.attach(_log_of(other)), "the log is of another optimizer"),
+    "log of another": (
+        lambda optimizer, other: optimizer.attach(_log_of(other)),
+        "the log belongs to another optimizer",
+    ),
     "checkpoint of another": (
         lambda optimizer, other: optimizer.attach(
             Checkpoint(None, model=nn.ParameterList(other.parameters()), optimizer=other)
         ),
-        "the checkpoint is of another optimizer",
+        "the checkpoint belongs to another optimizer",
     ),
     "unit": (
         lambda optimizer, other: optimizer.attach(MAKE["cosine"](optimizer), per="sample"),
@@ -317,7 +320,7 @@ def test_log_needs_the_loss_and_is_not_called_by_hand():
     model, loader, optimizer = make()
     log = vbs.Log(optimizer, every=1, to=[])
     optimizer.attach(log)
-    with pytest.raises(RuntimeError, match=r"log.step\(\) was called, but the optimizer to which the log is"):
+    with pytest.raises(RuntimeError, match=r"log.step\(\) was called, but the log is attached to the optimizer"):
         log.step(0.0)
     next(iter(optimizer.epochs(1)))
     x, y = next(iter(loader))
@@ -331,9 +334,7 @@ def test_scheduler_that_is_also_stepped_by_hand_raises(per):
     model, loader, optimizer = make()
     scheduler = MAKE["lambda"](optimizer)
     optimizer.attach(scheduler, per=per)
-    message = (
-        r"LambdaLR has made \d steps, and not the \d to which .* has stepped it: don't call step\(\) of a scheduler"
-    )
+    message = r"LambdaLR has made \d steps, but the optimizer has stepped it to \d: don't call step\(\) of an attached"
     with pytest.raises(RuntimeError, match=message):
         for _ in optimizer.epochs(2):
             for x, y in loader:
@@ -346,12 +347,12 @@ def test_scheduler_does_not_go_back_without_a_state():
     model, loader, optimizer = make()
     optimizer.attach(MAKE["lambda"](optimizer), per="epoch")
     train(model, loader, optimizer, epochs=2)
-    message = r"LambdaLR has made 2 steps, more than the 0 that the run has come to: .* load a state that holds both"
+    message = r"LambdaLR has made 2 steps, but the run has reached only 0: .* load a state that holds both"
     with pytest.raises(RuntimeError, match=message):
         optimizer.set_epoch(0)
 
 
-def test_scheduler_that_was_loaded_by_hand_goes_on():
+def test_scheduler_that_was_loaded_by_hand_continues():
     model, loader, optimizer = make()
     train(model, loader, optimizer, epochs=1)
     state = copy.deepcopy(optimizer.state_dict())
@@ -368,7 +369,8 @@ def test_scheduler_by_tokens_needs_weights():
     model, loader, optimizer = make()
     optimizer.attach(MAKE["lambda"](optimizer), per="tokens", every=10)
     with pytest.raises(
-        ValueError, match=r'per="tokens" needs the tokens of each minibatch: optimizer.step\(weight=…\)'
+        ValueError,
+        match=r'per="tokens" needs the number of tokens of each minibatch: pass it as optimizer.step\(weight=…\)',
     ):
         train(model, loader, optimizer)
 

@@ -104,14 +104,14 @@ def test_tokens_are_the_sum_of_the_weights():
 
 def test_tokens_without_weights_raise():
     model, loader, optimizer = make()
-    with pytest.raises(ValueError, match="a limit of `tokens` needs the tokens of each minibatch"):
+    with pytest.raises(ValueError, match="a limit of `tokens` needs the number of tokens of each minibatch"):
         train(model, loader, optimizer, optimizer.epochs(tokens=31))
 
 
 @pytest.mark.parametrize(
     ("source", "num_workers"), [("vbs", 0), ("vbs", 2), ("torch", 0), ("torch", 2), ("stream", 0), ("stream", 2)]
 )
-def test_run_ends_where_adascale_says_and_leaves_no_mark_of_what_was_read_ahead(source, num_workers, recwarn):
+def test_run_ends_at_the_progress_of_adascale_and_minibatches_read_ahead_change_nothing(source, num_workers, recwarn):
     options = {"rule": "adascale", "source": source}
     expected = states_after_steps(7, **options)
     for steps in (3, 6):
@@ -124,7 +124,7 @@ def test_run_ends_where_adascale_says_and_leaves_no_mark_of_what_was_read_ahead(
     assert not recwarn
 
 
-def test_closure_of_a_minibatch_that_was_read_ahead_leaves_no_mark():
+def test_closure_of_a_minibatch_that_was_read_ahead_changes_nothing():
     model, loader, optimizer = make("torch", num_workers=2)
     expected = states_after_steps(3)[3][0]
     for _ in optimizer.epochs(samples=50):
@@ -154,10 +154,10 @@ def test_another_optimizer_of_the_sampler_runs_the_last_minibatch_too():
     assert (first.steps_done, second.steps_done) == (3, 3)
 
 
-def test_trace_that_is_too_short_is_said(caplog):
+def test_trace_that_is_too_short_is_reported(caplog):
     model, loader, optimizer = make(on_end="stop")
     train(model, loader, optimizer, optimizer.epochs(samples=100))
-    assert caplog.messages == ["trace ended before samples=100: after 56 samples, progress 3.5"]
+    assert caplog.messages == ["trace ended before reaching samples=100, after 56 samples, progress 3.5"]
 
 
 def test_limits_are_checked():

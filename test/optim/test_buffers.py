@@ -207,7 +207,7 @@ def test_compiled_model_has_no_graph_break():
 
 
 class OfTwo(Communicator):
-    """A communicator of two cores, of which one may be idle."""
+    """A communicator of two cores, one of which may be idle."""
 
     rank, num_replicas = 1, 2
 

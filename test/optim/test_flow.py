@@ -357,7 +357,7 @@ def test_grad_scaler_skips_on_the_device(on_device):
     assert_same(*results, tolerance=1e-6)
 
 
-def test_copy_of_an_optimizer_continues_alike(on_device):
+def test_copy_of_an_optimizer_continues_identically(on_device):
     run = Run()
     steps = run.steps()
     for _ in range(6):

@@ -223,7 +223,7 @@ def test_group_without_decay_gets_none():
 @pytest.mark.parametrize(
     ("kind", "counts"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)], ids=["Adam", "AdamW"]
 )
-@pytest.mark.parametrize("is_said", [True, False], ids=["said by the group", "known by the class"])
+@pytest.mark.parametrize("is_said", [True, False], ids=["set in the group", "detected by the class"])
 def test_only_a_decoupled_decay_is_corrected(kind, counts, is_said):
     (p,) = parameters(1)
     inner = kind([p], lr=0.25, weight_decay=0.125)

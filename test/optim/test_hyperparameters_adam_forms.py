@@ -176,7 +176,7 @@ class Written:
 
 
 class Run:
-    """One parameter with the rule for Adam beside :class:`Written`."""
+    """One parameter with the rule for Adam, compared with :class:`Written`."""
 
     def __init__(self, **options):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""LiveSteps: who runs which minibatches of a step as cores come and go."""
+"""LiveSteps: which core runs which minibatches of a step as cores come and go."""
 
 from types import SimpleNamespace
 
@@ -54,7 +54,7 @@ def optimizer_of(model, loader):
     [
         ({"lockstep": True}, "`lockstep` of the sampler must be False with `elastic`"),
         ({"max_minibatch_size": 8}, "`max_minibatch_size` of the sampler must be None with `elastic`"),
-        ({"trace": lambda situation: 4}, "`elastic` needs a trace that is known, not a policy"),
+        ({"trace": lambda situation: 4}, "`elastic` needs a trace that is known in advance, not a policy"),
     ],
 )
 def test_what_depends_on_the_number_of_cores_is_refused(how, message):
@@ -90,7 +90,7 @@ def test_sharded_models_are_refused_with_the_alternative():
 
 
 def test_what_cores_that_have_begun_a_step_leave_is_run_by_those_that_have_not():
-    """One dies before the group that replaces that of the other can be formed: the rest hear of both at once."""
+    """One dies before the group that replaces that of the other can be formed: the others learn of both at once."""
     loader = vbs.DataLoader(torch.utils.data.TensorDataset(torch.ones(16, 2)), trace=[12], minibatch_size=2)
     optimizer = optimizer_of(torch.nn.Linear(2, 1), loader)
     changes = [Change([1, 2], [], 5, 0, False, 0), Change([2], [], 5, None, False, 0)]
@@ -139,7 +139,7 @@ def one_ahead(minibatches):
 def test_a_loop_that_reads_ahead_is_refused(alone, num_workers):
     run = Run(num_workers)
     for _ in run.optimizer.epochs():
-        with pytest.raises(RuntimeError, match=r"no minibatch must be read before step\(\) of the previous one"):
+        with pytest.raises(RuntimeError, match=r"a minibatch must not be read before step\(\) of the previous one"):
             for (x,) in one_ahead(run.loader):
                 run.minibatch(x)
         break
@@ -169,7 +169,7 @@ def test_the_buffers_of_a_skipped_step_are_those_before_it_although_a_core_has_d
             if not number:
                 before = norm.running_mean.clone()
                 run.minibatch(x * torch.nan)
-                steps._reassign(0, [1])  # a core has left: this one goes on with its minibatches
+                steps._reassign(0, [1])  # a core has left: this one continues with its minibatches
             elif run.minibatch(x):
                 break
         break

@@ -239,6 +239,6 @@ def test_scheduler_that_is_also_stepped_elsewhere_raises():
             break
     scheduler.step()
     scheduler.step()
-    message = "^LinearLR has made 2 steps, more than the 1 that the run has come to: don't call its step"
+    message = "^LinearLR has made 2 steps, but the run has reached only 1: don't call its step"
     with pytest.raises(RuntimeError, match=message):
         Follower.checked(scheduler, "samples", 4).follow(optimizer)

@@ -101,7 +101,7 @@ def is_norm(module):
 
 
 def sample_gradients(model, indices, parameters):
-    """Of each sample by itself."""
+    """The gradient of each sample by itself."""
     found = []
     for index in indices:
         gradients = torch.autograd.grad(loss_of(model, X[index : index + 1], Y[index : index + 1]), parameters)
@@ -178,7 +178,7 @@ def test_compiled_model_is_compiled_with_and_without_the_measurement_and_not_aga
     assert len(graphs) == 2
 
 
-def test_policy_knows_the_noise_of_single_minibatches():
+def test_policy_receives_the_noise_of_single_minibatches():
     model, seen = network(), []
     policy = vbs.policies.FunctionPolicy(lambda situation: seen.append(situation) or MINIBATCH, every=5, lead=1)
     sampler, optimizer = make(model, trace=policy)
@@ -484,7 +484,7 @@ REFUSED = [
     (LAYER, {"minibatch_size": 1}, r"^`minibatch_size` must be at least 2 with `measure_noise='norm layers'`, got 1$"),
     (LAYER, {"measure_noise": "layers"}, r"^`measure_noise` must be one of 'norm layers', 'own norm', got 'layers'"),
     (LAYER, {"exact": True}, r"^`measure_noise` must not be 'norm layers' with exact=True: use optimizer.halves"),
-    (nn.TransformerEncoderLayer(4, 2, 4), {}, r"cannot tell the samples of this model: its attention has `batch_first"),
+    (nn.TransformerEncoderLayer(4, 2, 4), {}, r"cannot identify the samples of this model: its attention has `batch"),
 ]
 
 

@@ -357,7 +357,7 @@ def test_invalid_options_raise(options, message):
         make(vbs.LinearRuleOptimizer, trace=[1], minibatch_size=1, ref_batchsize=1, **options)
 
 
-# ----------------------------------------------------------------------------- a training that tells right from wrong
+# -------------------------------------------------------------------------- a training that tells the rules apart
 
 
 @cache

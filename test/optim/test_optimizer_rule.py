@@ -91,7 +91,7 @@ def test_a_copied_optimizer_measures_by_itself():
 
 
 class NormRule(vbs.Rule):
-    """A rule that looks at the model it is used with, and counts."""
+    """A rule that reads the model it is used with, and counts."""
 
     def __init__(self, model=None):
         self.model, self.seen = model, []
@@ -201,7 +201,7 @@ class Returning(vbs.Rule):
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), -0.5, "2", None, 1j])
-def test_a_factor_that_is_no_finite_number_from_0_on_is_refused(factor):
+def test_a_factor_that_is_negative_or_not_finite_is_refused(factor):
     with pytest.raises(ValueError, match=r"^the factor of Returning must be a finite number of at least 0, got .* 32$"):
         one_update(Returning(factor))
     assert one_update(Returning(torch.ones(()).numpy() * 3))[1] == pytest.approx(0.003)

@@ -129,7 +129,9 @@ def test_fixed_point_scales_are_restored():
 
 def test_state_without_ours_raises():
     _, optimizer = make()
-    message = r"^the state has no 'variable_batch_size', so it is not of this library: load .* into `optimizer.inner`$"
+    message = (
+        r"^the state has no 'variable_batch_size', so it was not saved by this library: load .* into `optimizer.inner`$"
+    )
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(optimizer.inner.state_dict())
 

@@ -144,18 +144,18 @@ def no_reports(caplog):
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("run_minibatch", RIGHT)
-def test_both_backward_passes_before_both_steps_are_right(run_minibatch, exact, no_reports):
+def test_both_backward_passes_before_both_steps_are_correct(run_minibatch, exact, no_reports):
     found = train(0, 1, run_minibatch, exact=exact)
     assert torch.allclose(found, train_plainly(), rtol=0, atol=1e-11 if exact else 1e-15)
 
 
-def test_both_backward_passes_before_both_steps_are_right_with_gradients_in_place(no_reports):
+def test_both_backward_passes_before_both_steps_are_correct_with_gradients_in_place(no_reports):
     found = train(0, 1, both_then_both, gradient_as_bucket_view=True)
     assert torch.allclose(found, train_plainly(), rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("cores", [2, 3])
-def test_both_backward_passes_before_both_steps_are_right_on_several_cores(cores, on_cores):
+def test_both_backward_passes_before_both_steps_are_correct_on_several_cores(cores, on_cores):
     for found in on_cores(cores, train_on_cores, both_then_both, {}):
         assert torch.allclose(found, train_plainly(), rtol=0, atol=1e-15)
 

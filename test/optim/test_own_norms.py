@@ -22,7 +22,7 @@ Y = X @ torch.randn(6, 3, generator=GENERATOR) + torch.randn(NUM_SAMPLES, 3, gen
 
 
 class Lion(torch.optim.SGD):
-    """By its name."""
+    """Recognized by its name."""
 
 
 def network():
@@ -64,20 +64,20 @@ def train(model, sampler, optimizer, *, num_epochs=1, num_steps=None, weigh=None
 
 
 def sample_gradients(model, indices):
-    """Of each sample by itself, for each parameter."""
+    """The gradient of each sample by itself, for each parameter."""
     rows = [torch.autograd.grad(loss_of(model, X[[i]], Y[[i]]), list(model.parameters())) for i in indices]
     return [torch.stack(column).double() for column in zip(*rows, strict=True)]
 
 
 def deviation_of(values, weights=None):
-    """Per sample, of each element, from means of minibatches of so many samples."""
+    """The deviation per sample of each element, from means over minibatches; `weights` are their numbers of samples."""
     w = torch.tensor(weights, dtype=torch.float64).view(-1, *[1] * (values.dim() - 1))
     mean = (w * values).sum(0) / w.sum()
     return ((w * (values - mean).square()).sum(0) / (len(values) - 1)).sqrt()
 
 
 def expected_noise(gradients, minibatches, *, is_matrix=lambda g: False, population=None):
-    """By the definitions, from the per-sample gradients of minibatches, given as places of their samples."""
+    """The noise by its definition, from per-sample gradients; minibatches are given as the indices of their samples."""
     weights = [len(one) for one in minibatches]
     deviation, norms, pairs, total = 0.0, [0.0] * len(weights), 0.0, sum(weights)
     for gradient in gradients:
@@ -154,7 +154,7 @@ def test_polar_factor_is_that_of_singular_vectors(shape):
     assert torch.equal(_polar(torch.zeros(shape)), torch.zeros(shape))
 
 
-def test_euclidean_steps_have_the_same_noise_as_ever():
+def test_own_norm_of_euclidean_steps_gives_the_usual_noise():
     found = []
     for measure_noise in ("own norm", True):
         model = network()
@@ -184,7 +184,7 @@ def steps_measured(optimizer, model, sampler, **options):
     return found
 
 
-def test_one_step_of_several_minibatches_in_sixteen_is_measured_and_no_other_looked_at():
+def test_one_in_sixteen_steps_of_several_minibatches_is_measured():
     model = network()
     trace = [MINIBATCH] * 3 + [2 * MINIBATCH, MINIBATCH] * 20
     sampler, optimizer = make(model, trace=trace, skip_nonfinite=False)
@@ -217,7 +217,7 @@ def test_averages_of_another_norm_are_not_continued(now, caplog):
     sampler, resumed = make(network(), measure_noise=now, rule="surge")
     resumed.load_state_dict(optimizer.state_dict())
     assert resumed.noise is None
-    assert "the noise in this state is that of another norm: its averages start anew" in caplog.text
+    assert "the noise in this state was measured in another norm: its averages restart" in caplog.text
 
 
 def noise_on_cores(inner, is_weighted):

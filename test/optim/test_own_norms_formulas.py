@@ -68,7 +68,7 @@ def test_noise_of_any_distribution_is_no_signal():
 
 
 def test_samples_without_replacement_have_the_signal_of_all():
-    """Of 24 samples each epoch shows all, so that no signal is left but the mean over them."""
+    """Each epoch shows all 24 samples, so no signal is left but the mean over them."""
     samples = RNG.standard_normal((24, 500)) + 0.5 * RNG.standard_normal(500)
     steps = []
     for population in (None, 24):

@@ -116,7 +116,7 @@ def test_a_policy_decides_for_one_optimizer():
         vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=8)
 
 
-def test_a_policy_that_needs_noise_is_refused_where_nobody_measures_it():
+def test_a_policy_that_needs_noise_is_refused_if_noise_is_not_measured():
     message = "Autoscale decides by the gradient noise, which LinearRule does not measure: use AdaScaleRule"
     with pytest.raises(ValueError, match=message):
         run_with(vbs.Autoscale(max_batch_size=64), kind=vbs.LinearRuleOptimizer)
@@ -212,7 +212,7 @@ def test_stopped_stream_resumes_with_its_decisions(tmp_path):
         ),
     ],
 )
-def test_a_run_goes_on_with_other_minibatches(tmp_path, name):
+def test_a_run_continues_with_another_minibatch_size(tmp_path, name):
     allow_changes = {"minibatch_size"}
     saved_run(tmp_path, POLICIES[name](), epochs=4, stop_after=15)
     saved_run(tmp_path, POLICIES[name](), epochs=4, stop_after=25, allow_changes=allow_changes, minibatch_size=24)
@@ -251,7 +251,7 @@ def test_every_decision_is_reported_with_its_reason():
 
 
 def seconds_to(progress, *, per_update, times_updates):
-    """Of a run of one minibatch a step at first, by a clock: 1 s for each minibatch, and more for an update."""
+    """The time of a run with one minibatch a step at first; a minibatch takes 1 s by its clock, and an update more."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
     policy = vbs.Autoscale(max_batch_size=64, every=6, lead=4)
@@ -392,7 +392,7 @@ def test_epoch_that_ended_early_is_marked_in_executed_csv(tmp_path, lead):
                 break
     assert optimizer.steps_done == 3 + 25
     text = (tmp_path / "executed.csv").read_text()
-    assert "\n# epoch 0 was left after 3 steps: replayed, the epochs begin elsewhere\n3,16\n" in text
+    assert "\n# epoch 0 was left after 3 steps: in a replay, epochs begin elsewhere\n3,16\n" in text
 
 
 def test_state_without_decisions_raises():

@@ -161,7 +161,7 @@ def test_adamscale_refuses_an_optimizer_without_second_moments():
 
 @pytest.mark.parametrize(("betas", "eps"), [((0.9, 0.9, 0.9), 1e-8), ((0.9, 0.9), (1e-8, 1e-3))])
 @pytest.mark.parametrize("rule", [vbs.rules.AdamRule, vbs.rules.AdamScaleRule])
-def test_other_betas_and_eps_than_adams_are_refused(betas, eps, rule):
+def test_betas_and_eps_other_than_adams_are_refused(betas, eps, rule):
     with pytest.raises(
         ValueError, match=r"^`inner` must be an Adam-style optimizer .* got Corrected with betas .* eps"
     ):
@@ -197,7 +197,7 @@ def test_what_cannot_be_tried_is_accepted(kind, settings):
     wrap(kind, vbs.rules.LinearRule(), **settings)
 
 
-def test_trying_changes_neither_the_optimizer_nor_random_numbers_nor_calls_hooks():
+def test_trying_changes_no_optimizer_or_random_numbers_and_calls_no_hooks():
     class Noisy(torch.optim.Optimizer):
         def __init__(self, params, lr=0.1, seen=()):
             super().__init__(params, {"lr": lr, "seen": list(seen)})

@@ -1,4 +1,4 @@
-"""A run follows a trace file that is edited meanwhile."""
+"""A run follows a trace file that is edited while it trains."""
 
 import functools
 import logging
@@ -134,7 +134,7 @@ def test_rows_added_after_the_end_was_fixed_are_refused(path, caplog):
     assert "trace.csv has 90 rows, but its end after 60 is fixed already" in caplog.text
 
 
-def test_an_edit_of_the_same_length_in_the_same_moment_is_noticed(path, monkeypatch):
+def test_an_edit_of_the_same_length_at_the_same_moment_is_noticed(path, monkeypatch):
     monkeypatch.setattr(watched_file, "_SECONDS", 1000)  # a moment, however slow this machine is
 
     def edit():  # the same size, time and inode

@@ -190,7 +190,7 @@ def test_smoothing_is_a_number_or_a_function_of_the_scale():
 
 
 @pytest.mark.parametrize("smoothing", [1, 1.0, -0.1, True, "papers", math.nan, [0.5]])
-def test_smoothing_that_is_none_of_these_is_refused(smoothing):
+def test_other_kinds_of_smoothing_are_refused(smoothing):
     with pytest.raises(ValueError, match=r"^`smoothing` must be None, 'paper', a number from 0 to below 1, or a funct"):
         NoiseMeter(smoothing=smoothing)
 

@@ -22,7 +22,7 @@ KINDS = {
 
 
 class Problem:
-    """Classification by a small network with ReLU, of whose first layer some units see inputs that are mostly 0."""
+    """Classification by a small network with ReLU; some units of its first layer see inputs that are mostly 0."""
 
     def __init__(self, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -181,7 +181,7 @@ def test_a_step_that_makes_most_of_the_average_is_logged_once(caplog):
         for _ in range(2):
             meter.observe(STEP, [Norms(3e6, 2.0)])
     (message,) = caplog.messages
-    assert message.startswith("step 0 makes 100 % of the gradient noise averaged over 21 steps")
+    assert message.startswith("step 0 makes up 100 % of the gradient noise averaged over 21 steps")
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.5])

@@ -1,4 +1,4 @@
-"""Chromium without a window, for tests of pages."""
+"""Headless Chromium, for tests of pages."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A small job of a pool: made data, an exact progress, weights and batch sizes at its end."""
+"""A small job of a pool: synthetic data, an exact progress, weights and batch sizes at its end."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""A formula with every operator and choice that rules use, and the numbers to compute it of."""
+"""A formula with every operator and choice that rules use, and the numbers to compute it from."""
 
 import torch
 

@@ -85,7 +85,7 @@ def start_script(path, *arguments, folder, environment=None, spawns=False):
 
 
 class Leader:
-    """A function called in a forked process that leads a session of its own, with the interface of `subprocess`.
+    """A function called in a forked process that leads its own session, with the interface of `subprocess`.
 
     Args:
         function, args: as for `run`.

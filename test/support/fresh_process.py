@@ -19,10 +19,10 @@ from unittest.mock import patch
 
 
 class FreshProcess:
-    """Calls ``module.answer(…)`` in a process of its own, after ``module.prepare()``.
+    """Calls ``module.answer(…)`` in a separate process, after ``module.prepare()``.
 
     Args:
-        module: the name of a module beside this one.
+        module: the name of a module in this folder.
     """
 
     def __init__(self, module):
@@ -51,7 +51,7 @@ class FreshProcess:
 
 @contextmanager
 def quick_searches_for_garbage():
-    """Let frameworks collect what is new: they search at each run, and all that they have imported takes a while."""
+    """Let frameworks collect only new objects: they collect at each run, and a full collection takes a while."""
     with patch.object(gc, "collect", partial(gc.collect, 1)):
         yield
 

@@ -76,7 +76,7 @@ class StopAt(keras.callbacks.Callback):
 
 
 def files_of(folder):
-    """Callbacks that write files, of which each has one writer."""
+    """Callbacks that write files, each of which has one writer."""
     return [
         keras.callbacks.ModelCheckpoint(str(folder / "{epoch}.weights.h5"), save_weights_only=True, save_freq=4),
         keras.callbacks.ModelCheckpoint(

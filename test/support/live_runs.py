@@ -209,7 +209,7 @@ class Cores:
         return self._has_begun
 
     def disturb(self, event, rng):
-        """Let something happen if it can, and say whether it has."""
+        """Cause an event if it is possible; returns whether it was."""
         joined = self.joined()
         if event == "add":
             if len(self.alive) >= self._how["most"]:
@@ -243,7 +243,7 @@ class Cores:
             self.reap()
 
     def reap(self):
-        """Notice which processes have ended."""
+        """Record which processes have ended."""
         for pid in list(self.alive):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -271,7 +271,7 @@ class Cores:
 
 
 def fork_store():
-    """A store in a process of its own: its id and address."""
+    """A store in a separate process: its id and address."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -313,11 +313,11 @@ def disturbed(settings, *, cores, seed, most=4, wait=(0.02, 0.4), events=None, t
     Args:
         settings: of the run.
         cores: that it begins with.
-        seed: of the moments.
-        most: cores at the same time.
-        wait: between which times the next disturbance follows.
-        events: of "kill", "kill all but one", "add" and "stop"; None for random ones until the end of the run.
-        timeout: after which a core that is stopped is removed.
+        seed: of the times and kinds of disturbances.
+        most: the maximum number of cores at the same time.
+        wait: the shortest and longest time until the next disturbance.
+        events: of "kill", "kill all but one", "add" and "stop", in order; None for random ones until the end.
+        timeout: the time after which a core that is stopped is removed.
     """
     rng = random.Random(seed)
     train(Settings(steps=2, seconds=0.0))  # imports what the cores would import, each by itself
@@ -384,10 +384,10 @@ def check_step(step, diaries, killed, removed):
         assert has_updated or not ran or pid in killed or pid in removed, (step, pid)
         (used if has_updated else lost).update(ran)
     num_samples = SIZES[step % len(SIZES)]
-    # a core may have died after the update and before it could write so
+    # a core may have died after the update and before it could record it
     assert not used or max(used.values()) == 1, (step, used)
     assert len(set(used) | set(lost)) == num_samples, (step, used, lost)
-    # nothing is run again but what dead cores have run
+    # only what dead cores have run is run again
     assert sum(used.values()) + len(set(lost) - set(used)) == num_samples
     return set(used) | set(lost)
 

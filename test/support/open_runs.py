@@ -1,4 +1,4 @@
-"""Random programs of open steps: how many minibatches of which length each core has in each step."""
+"""Random programs of open steps: the number and lengths of the minibatches of each core in each step."""
 
 import copy
 import operator
@@ -64,7 +64,7 @@ def rank_and_cores():
 def plainly(steps, *, is_weighted, dtype=torch.float64, rule="linear"):
     """Plain PyTorch: weights, noise, and the buffers of each core. Steps that are not finite are skipped.
 
-    A step is the mean over all samples, or over its minibatches, of which each has BatchNorm statistics of its own.
+    A step is the mean over all samples, or over its minibatches, each with its own BatchNorm statistics.
     """
     net, average = net_of(dtype), torch.zeros(3, dtype=torch.float64)
     inner = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
@@ -342,7 +342,7 @@ def read_late():
 
 
 def log_of_a_core_without_minibatches():
-    """Core 0 writes the log of weighted steps of which only core 1 has minibatches; the gradients of both."""
+    """Core 0 writes the log of weighted steps whose minibatches are all on core 1; the gradients of both."""
     net, rank, records = net_of(), dist.get_rank(), []
     optimizer = optimizer_of(net)
     optimizer.attach(vbs.Log(optimizer, every=1, to=[records.append]))

@@ -1,4 +1,4 @@
-"""A workload in a file of its own, which imports only torch, as every worker of an executor has to import it."""
+"""A workload in a separate file, which imports only torch, as every worker of an executor has to import it."""
 
 import torch
 from torch import nn

@@ -140,7 +140,8 @@ def _work(directory, address, rank, cores):
         faulthandler.enable(file)
         pipe = multiprocessing.connection.Client(address)
         pipe.send(rank)
-        gc.set_threshold(gc.get_threshold()[0], 10**6)  # so that nothing gets old in a job, unless it collects all
+        # so that no object reaches the oldest generation in a job, unless it collects all
+        gc.set_threshold(gc.get_threshold()[0], 10**6)
         while True:
             MinibatchSource.must_be_read, function, args = pickle.loads(pipe.recv_bytes())
             num_complete = _num_complete_collections()

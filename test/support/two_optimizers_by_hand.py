@@ -175,7 +175,7 @@ class NoiseAverages:
 
 
 class Smoothed:
-    """A factor that is bounded, and whose jumps are spread over steps."""
+    """A factor that is bounded, and whose jumps are distributed over steps."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.num_steps, self.most = max(1, options["smooth_steps"]), options["max_factor"] or math.inf

@@ -4,7 +4,7 @@ import json
 
 
 def record(step, **values):
-    """A record of a step with 64 samples, of which there are 1,280 per second."""
+    """A record of a step with 64 samples, at 1,280 samples per second."""
     position = {"epoch": 0, "step": step, "samples": 64 * step, "progress": 1.5 * step}
     numbers = {"loss": 2.0 - step / 1000, "batch_size": 64, "lr": 0.1, "factor": 2.0, "samples_per_second": 1280.0}
     noise = {"gain": 1.5, "gain_low": 1.2, "gain_high": 1.9, "efficiency": 0.75, "noise_scale": 300.0}

@@ -37,7 +37,7 @@ class Communicator(ABC):
     def flush(self, *, is_extra: bool = False) -> None:  # noqa: B027 (eager devices have nothing to do)
         """Compile and start the operations traced so far, on lazy devices.
 
-        Where `is_extra`, a run that is resumed may flush at other points: random numbers are not affected.
+        With `is_extra`, random numbers are not affected: a resumed run may flush at other points.
         """
 
     def traced_scalar(self, number: float) -> float:
@@ -49,7 +49,7 @@ class Communicator(ABC):
         return number
 
     def as_operation(self, formula: Formula) -> Operation:
-        """An operation on vectors that computes a formula of their elements, which returns the elements of others.
+        """An operation on vectors that computes a formula of their elements and returns other vectors.
 
         A lazy device traces it as one operation. The formula must not depend on anything else that changes.
         """
@@ -66,7 +66,7 @@ class Communicator(ABC):
         return [torch.where(condition, one, other) for one, other in zip(ones, others, strict=True)]
 
     def scaled(self, tensors: Sequence[torch.Tensor], factors: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Each tensor times its factor, an element of a vector; 0 where that is 0, even of NaN."""
+        """Each tensor times its factor, an element of a vector; 0 where the factor is 0, even for NaN."""
         found = []
         for tensor, factor in zip(tensors, torch.split(factors, 1), strict=True):
             product = tensor * factor.to(tensor.dtype)

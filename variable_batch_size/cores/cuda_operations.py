@@ -1,4 +1,4 @@
-"""Formulas of single numbers as one kernel of CUDA, where the device would start a hundred one after another."""
+"""Formulas of single numbers as one CUDA kernel, where the device would otherwise start a hundred."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ template <typename T> __device__ T select(bool condition, T one, T other) { retu
 
 
 def are_available(device: torch.device) -> bool:
-    """Whether torch can compile a kernel: since torch 2.9 by NVRTC, which the wheels of torch for CUDA bring along."""
+    """Whether torch can compile a kernel: since torch 2.9 by NVRTC, which torch's CUDA wheels include."""
     return device.type == "cuda" and torch.version.cuda is not None and _compiles()
 
 

@@ -104,7 +104,7 @@ def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None)
         _check_no_group(process_group)
         return xla.XlaDevices() if "xla" in types else SingleProcess()
     if (membership := live.current()) is not None:
-        _check_no_group(process_group, "with `elastic`, where all cores that take part")
+        _check_no_group(process_group, "with `elastic`, where all processes that take part")
         return live.LiveCores(membership)
     group = group_of(process_group)
     if not is_running():
@@ -140,7 +140,7 @@ def running_cores(process_group: Any = None) -> tuple[int, int]:
 
 
 def check_joined_torchrun(communicator: Communicator) -> None:
-    """Raise if torchrun has started several processes, and none has joined the others."""
+    """Raise if torchrun has started several processes, but they have not joined each other."""
     number = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if number > 1 and isinstance(communicator, SingleProcess):
         raise RuntimeError(

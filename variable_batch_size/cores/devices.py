@@ -108,7 +108,7 @@ def _device_count() -> int:
 
 
 def use_device(number: int, backend: str) -> None:
-    """Make a device the current one of this process, unless the backend runs on the host or selects it, as TorchTPU."""
+    """Make a device the current one of this process, unless the backend runs on the host or selects it (TorchTPU)."""
     module = module_of(current() or torch.device("cpu"))
     if num_devices(backend) and backend not in _OF_TORCH_TPU and hasattr(module, "set_device"):
         module.set_device(number)
@@ -191,7 +191,7 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
 
 @contextmanager
 def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Within, collectives do not advance the random generator, as flushing does on XLA."""
+    """In this context, collectives do not advance the random generator, as flushing otherwise does on XLA."""
     seed = xla.random_seed(device) if device.type == "xla" else None
     try:
         yield

@@ -42,7 +42,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """The local shard of a DTensor; the tensor itself if it is none."""
+    """The local shard of a DTensor; the tensor itself if it is not one."""
     return to_locals([tensor])[0] if is_dtensor(tensor) else tensor
 
 

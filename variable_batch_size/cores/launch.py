@@ -129,7 +129,7 @@ def _raise_interrupt() -> None:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, which a process started within has before its imports, and restore them."""
+    """Set environment variables, which processes started here have before their imports, and restore them."""
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
@@ -196,13 +196,13 @@ def launch(
             the accelerator: nccl for GPUs, and gloo if there is none.
         spmd: on XLA, run `fn` once, in one process that drives all devices of this host as one core (SPMD mode).
             `cores` is then the number of devices, and `fn` shards tensors over them.
-        elastic: the least and the largest number of cores of a run that continues when cores die, and to which others
-            can be added while it runs, over gloo; see the page on cores that come and go. A process that dies is
+        elastic: the smallest and the largest number of cores of a run that continues when cores die, and to which
+            others can be added while it runs, over gloo; see the page on cores that come and go. A process that dies is
             replaced. The results are those of the cores that are there at the end.
-        store: of an elastic run on several machines, the address of ``deploy/store.py``, such as
-            ``"10.0.0.1:29400"``, with the same value on each; None for a store of its own, on one machine.
-        timeout: of an elastic run: seconds without a sign of life after which a core counts as dead, if its process has
-            not ended: one that hangs, or on a machine that has failed.
+        store: for an elastic run on several machines, the address of ``deploy/store.py``, such as ``"10.0.0.1:29400"``,
+            with the same value on each; None for a store of its own, on one machine.
+        timeout: in an elastic run, the seconds without a sign of life after which a core counts as dead although its
+            process has not ended, because it hangs or its machine has failed.
     """
     if cores is not None:
         check_positive(cores=cores)
@@ -240,7 +240,7 @@ def launch(
 
 
 def _threads(num_processes: int) -> dict[str, str]:
-    """The environment in which each of so many processes has its share of the CPUs, unless the user has set one."""
+    """The environment in which each of the processes has its share of the CPUs, unless the user has set one."""
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))}
 
 
@@ -333,7 +333,7 @@ class _Bounds(NamedTuple):
     @classmethod
     def checked(cls, elastic: Any, timeout: float) -> "_Bounds":
         if not isinstance(elastic, tuple | list) or len(elastic) != 2:
-            raise ValueError(f"`elastic` must be the least and the largest number of cores, as (1, 4), got {elastic!r}")
+            raise ValueError(f"`elastic` must be the smallest and largest number of cores, as (1, 4), got {elastic!r}")
         check_positive(elastic=elastic[0])
         check_positive_number(timeout=timeout)
         if not is_integer(elastic[1]) or elastic[1] < elastic[0]:
@@ -352,7 +352,7 @@ def _launch_elastic(
 ) -> list[Any]:
     if spmd or backend not in (None, "gloo"):
         rule = '`backend` must be None or "gloo" with `elastic`: other backends cannot leave a collective'
-        raise ValueError(f"{rule} whose core has died, got {'spmd=True' if spmd else backend!r}")
+        raise ValueError(f"{rule} in which a core has died, got {'spmd=True' if spmd else backend!r}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if address is None:
             rule = "`store` must be the address of deploy/store.py under torchrun with `elastic`"
@@ -396,7 +396,7 @@ def _report_own_death(address: str, core: int) -> None:
 
 @contextmanager
 def _store_process() -> Iterator[str]:
-    """A store in a process of its own, which ends with the launch; its address."""
+    """The address of a store in a process of its own, which ends with the launch."""
     context = multiprocessing.get_context(_START_METHOD)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_store_main, args=(sender,), daemon=True)
@@ -465,7 +465,7 @@ class _Elastic:
             raise RuntimeError("all cores of the run have died: resume from a checkpoint, if there is one")
 
     def report_end(self) -> None:
-        """Tell cores on other machines that those of this one have ended, as they do if one of them fails."""
+        """Report to cores on other machines that those of this one have ended, as they do if one of them fails."""
         with suppress(RuntimeError):  # the store may have ended, too
             for core in self._cores:
                 live.report_death(self._store, core)
@@ -478,7 +478,7 @@ class _Elastic:
         return bool(self._store.check([f"joined/{self._cores[place]}"]))
 
     def _is_to_be_replaced(self, place: int, child: Any, results: dict[int, Any]) -> bool:
-        """Report a core that has died or was removed; whether the run needs another one."""
+        """Report a core that has died or was removed; returns whether the run needs another one."""
         core = self._cores[place]
         if core in results:
             return False

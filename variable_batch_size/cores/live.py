@@ -39,7 +39,7 @@ class MembershipChanged(Exception):
 
 
 class LeftRunError(RuntimeError):
-    """This core does not take part in the run, or no longer: it must end."""
+    """This core does not, or no longer, take part in the run: it must end."""
 
 
 class _BrokenGroup(Exception):
@@ -82,7 +82,7 @@ def new_core(store: Any) -> int:
 
 
 def report_death(store: Any, core: int) -> None:
-    """Tell all cores that one has died: its process has ended, or its heartbeat has stopped."""
+    """Report to all cores that one has died: its process has ended, or its heartbeat has stopped."""
     store.set(f"dead/{core}", "")
     store.append("deaths", f"{core},")
 
@@ -90,7 +90,7 @@ def report_death(store: Any, core: int) -> None:
 class _Monitor(threading.Thread):
     """Sends the heartbeat of this core and looks at the others, in a thread with its own connection to the store.
 
-    A core is dead if the process that has started it reports so, or if its heartbeat has not changed in many looks of
+    A core is dead if the process that has started it reports so, or if its heartbeat has not changed in many looks by
     some core: looks are counted, as a process that was suspended has not looked.
     """
 
@@ -182,7 +182,7 @@ class Membership:
 
     @property
     def may_admit(self) -> bool:
-        """Whether a core waits to be admitted, as far as this one knows."""
+        """Whether a core waits to be admitted, as far as this one has seen."""
         return self._monitor.num_requests > self._consumed and len(self.members) < self._most
 
     # ------------------------------------------------------------------------------------------------- collectives
@@ -193,7 +193,7 @@ class Membership:
             self._run(lambda group: [group.allreduce([tensor]) for tensor in tensors])
 
     def commit(self, step: int = 0) -> None:
-        """Complete one or several sums, which no core may use before; those of a step must be of the same one."""
+        """Complete one or several sums, which no core may use before; for a step, all cores must be at the same one."""
         sent = torch.tensor([self.may_admit, step])
         if self._group is not None:
             self._run(lambda group: [group.allreduce([sent])])
@@ -202,7 +202,7 @@ class Membership:
         if steps != step * len(self.members):
             advice = "let optimizer.epochs(…) set the epoch, and leave it at the same step on all"
             raise RuntimeError(
-                f"cores must be at the same step, but others are not at step {step}, as this one: {advice}"
+                f"cores must be at the same step, but this one is at step {step} and others are not: {advice}"
             )
 
     def _run(self, start: Callable[[Any], list[Any]]) -> None:
@@ -227,7 +227,7 @@ class Membership:
     # --------------------------------------------------------------------------------------------------- agreement
 
     def reform(self, *, reducing: int | None = None, is_between_steps: bool = False) -> bool:
-        """Agree on the cores from now on and form their group; whether the collective that has failed is complete.
+        """Agree on the cores from now on and form their group; returns whether the failed collective is complete.
 
         Args:
             reducing: the step that this core has begun.
@@ -265,7 +265,7 @@ class Membership:
             self.is_joined = False
             raise self._removed()
         if len(change.members) < self._least:
-            left = f"{len(change.members)} of at least {self._least} cores with the state of the run are left"
+            left = f"{len(change.members)} cores with the state of the run are left, but {self._least} are needed"
             raise RuntimeError(f"{left}: resume from a checkpoint, if there is one")
         return change
 
@@ -310,14 +310,14 @@ class Membership:
         self._monitor.watch(self._generation, self.members)
 
     def _build(self) -> bool:
-        """Connect to the other cores of the generation; whether all are there."""
+        """Connect to the other cores of the generation; returns whether all are there."""
         if len(self.members) == 1:
             return True
         made: list[Any] = []
         where = (f"{self._generation}/group", self.rank, len(self.members))
         thread = threading.Thread(target=self._connect_group, args=(made, *where), daemon=True)
         self._connecting = [*(one for one in self._connecting if one.is_alive()), thread]
-        thread.start()  # in a thread, which waits for long if a core dies meanwhile
+        thread.start()  # in a thread, which waits long if a core dies meanwhile
         while thread.is_alive() and not self._monitor.is_over(self._generation):
             thread.join(_SECONDS_BETWEEN_LOOKS / 4)
         if not made:
@@ -334,7 +334,7 @@ class Membership:
         """Close the connections of the generation, which releases cores that wait for this one."""
         if self._is_stuck:
             self._has_stuck_group = True
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # for ever: its destructor would wait, too
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # forever: its destructor would wait, too
         self._group, self._is_stuck = None, False
 
     # ------------------------------------------------------------------------------------------- joining, finishing
@@ -455,7 +455,7 @@ class LiveCores(Communicator):
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Within, the gradients of a step are reduced: what a core that dies would have added cannot be left out."""
+        """Within, the gradients of a step are reduced: what a dying core would have added cannot be left out."""
         self._is_raising = True
         try:
             yield

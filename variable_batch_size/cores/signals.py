@@ -25,7 +25,7 @@ EXIT_STOPPED = 75
 """The exit code of a run that was requested to stop, has saved a checkpoint and can resume: EX_TEMPFAIL of sysexits.h.
 
 A process that SIGTERM ended without a checkpoint has the usual code, 143 in a shell (128 + 15). Ctrl-C ends a run with
-KeyboardInterrupt, also after a save: shells stop their loops for it, and show 130.
+KeyboardInterrupt, even after a save: shells stop their loops for it, and show 130.
 """
 
 # SIGTERM may reach a process through its group and from the launching process: within this time it is one request
@@ -68,7 +68,7 @@ def is_stop_requested() -> bool:
 
 
 def was_interrupted() -> bool:
-    """Whether Ctrl-C was received, and is to end with KeyboardInterrupt."""
+    """Whether Ctrl-C was received, and must end with KeyboardInterrupt."""
     return _is_interrupted
 
 
@@ -219,8 +219,8 @@ def shield_loader_workers() -> None:
 def _end_daemons() -> None:
     """Send SIGTERM until the workers have ended, while multiprocessing would send it once and then wait forever.
 
-    The one that it sends is lost if that of the process group is still pending in a worker. Workers cannot be told from
-    other daemonic processes, which rarely take as long.
+    Its SIGTERM is lost if the process group's is still pending in a worker. Workers cannot be distinguished from other
+    daemonic processes, which rarely take that long.
     """
     while daemons := [process for process in multiprocessing.active_children() if process.daemon]:
         for process in daemons:

@@ -106,8 +106,9 @@ class XlaDevices(Communicator):
     previous graph *before* it takes the lock: starting the next one blocks until that has ended, which may wait in a
     collective for a thread that waits for the lock.
 
-    In SPMD mode all devices are one core. The compiler partitions graphs by the shardings of tensors, and adds some to
-    its results. So all tensors that outlive a graph must be sharded from the start: another sharding is another graph.
+    In SPMD mode all devices are one core. The compiler partitions graphs by the shardings of tensors, and adds
+    shardings to its results. So all tensors that outlive a graph must be sharded from the start: another sharding is
+    another graph.
     """
 
     is_one_program = True
@@ -240,7 +241,7 @@ def use_spmd() -> None:
 
 
 def stand_for(num_cores: int) -> None:
-    """Make the only core of this process run the programs of the first of several, of which the others are idle."""
+    """Make the only core of this process run the programs of the first of `num_cores` cores; the others are idle."""
     _module("runtime").world_size = lambda: num_cores
 
 

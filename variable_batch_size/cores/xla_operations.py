@@ -30,11 +30,11 @@ def as_operation(formula: Formula) -> Operation:
 
 def where(condition: torch.Tensor, ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Sequence[Any]:
     """Each of the first tensors if the condition holds, otherwise each of the others."""
-    return _where(condition, *ones, *others) if ones else []  # of XLA, each has a result
+    return _where(condition, *ones, *others) if ones else []  # an XLA operation has a result
 
 
 def scaled(tensors: Sequence[torch.Tensor], factors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Each tensor times its factor, an element of a vector; 0 where that is 0, even of NaN."""
+    """Each tensor times its factor, an element of a vector; 0 where the factor is 0, even for NaN."""
     return _scaled(factors, *tensors)
 
 
@@ -101,7 +101,7 @@ _where, _scaled = _Operation(_build_where), _Operation(_build_scaled)
 
 @cache
 def _squared_norms(sizes: tuple[int, ...]) -> _Operation:
-    """Of so many tensors in each list."""
+    """The operation for these numbers of tensors in the lists."""
     return _Operation(partial(_build_squared_norms, sizes))
 
 

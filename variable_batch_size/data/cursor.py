@@ -42,7 +42,7 @@ class RunCount:
     number_at_end: int = 0  # `number` when all minibatches had been read
 
     def add(self, num_read: int) -> None:
-        """Count a minibatch, after so many have been read."""
+        """Count a minibatch, after `num_read` have been read."""
         self.number += 1
         self.ahead = num_read - self.number
         if self.number == 1:
@@ -66,7 +66,7 @@ class Cursor:
         self.schedule = schedule  # may be replaced before move()
         self.shares = shares  # likewise; None for round robin
         self._rank = rank
-        self._places: list[int] | None = None  # of the current step's minibatches, where cores have left in it
+        self._places: list[int] | None = None  # of the current step's minibatches, if cores have left in it
         self.move(0)
 
     def move(self, epoch: int, first_step: int = 0) -> None:
@@ -155,7 +155,7 @@ class Cursor:
             self._next = self._plans(step, self.shares)
 
     def _plans(self, step: int, shares: Shares | None) -> tuple[StepPlan, StepPlan]:
-        """Of a step's minibatches before the last one, and of the last one."""
+        """The plans of a step's minibatches before the last one, and of the last one."""
         schedule, rank = self.schedule, self._rank
         if schedule.is_open:
             return self._next_open(), self._next_open()
@@ -174,7 +174,7 @@ class Cursor:
         return (last if rounds == 1 else StepPlan(number, False, False, False, *of_step)), last
 
     def reassign(self, rank: int, step: int, places: list[int], *, is_idle: bool = False) -> None:
-        """From now on this is another rank. First it runs more minibatches of the latest step, or those of the next.
+        """From now on, act as another rank, which first runs more minibatches of the latest step, or those of the next.
 
         Args:
             rank: its number among the ranks of the schedule.
@@ -226,7 +226,7 @@ class Cursor:
     def next_minibatch(self) -> int:
         """The place of the next minibatch in the epoch, over all ranks, in minibatches of the smallest size.
 
-        Of padding, that of the one it copies.
+        For padding, the place of the minibatch that it copies.
         """
         plan, number, offset = self.next, 0, self._offset + self._last.batch_size
         if self._num_left:  # of the current step
@@ -248,12 +248,12 @@ class Cursor:
 
     @property
     def num_own(self) -> int:
-        """How many minibatches of the step of the latest one this rank has run, without padding."""
+        """How many minibatches this rank has run in the step of the latest one, without padding."""
         return self._num_own
 
     @property
     def num_parts(self) -> int:
-        """In how many parts the latest minibatch is run: 2 if it has halves, else 1."""
+        """How many parts the latest minibatch is run in: 2 if it has halves, else 1."""
         if self.plan.is_open:
             return 1
         size = self.plan.batch_size

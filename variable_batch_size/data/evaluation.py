@@ -40,18 +40,18 @@ class _Minibatches(torch.utils.data.Sampler[list[int]]):
 
 
 class EvaluationLoader(torch.utils.data.DataLoader[Any]):
-    """A DataLoader that reads every sample once, over all cores, in order, with as many minibatches on each core.
+    """A DataLoader that reads every sample once, over all cores, in order, with equally many minibatches on each core.
 
         metrics = vbs.Metrics("correct", "seen", device=device)
         for data, target in vbs.EvaluationLoader(test_set, minibatch_size=256):
             metrics.add(correct=(model(data).argmax(1) == target).sum(), seen=len(target))
 
-    Core r of R reads minibatches r, r + R, r + 2R, … of the data set, of which the last may be smaller. If these are
-    fewer on some cores, their last minibatch is padding, a copy of the first one of the data set, which
-    :class:`Metrics` does not count: a model in ``fully_shard`` waits for all cores in each forward pass.
+    Core r of R reads minibatches r, r + R, r + 2R, … of the data set, of which the last may be smaller. Cores that have
+    fewer of these end with padding, a copy of the first minibatch of the data set, which :class:`Metrics` does not
+    count: a model in ``fully_shard`` waits for all cores in each forward pass.
 
     Args:
-        dataset: with a length and indices.
+        dataset: a data set with a length and indices.
         minibatch_size: samples that one core runs at once.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; that of the running backend if None.
@@ -90,7 +90,7 @@ class EvaluationLoader(torch.utils.data.DataLoader[Any]):
         self._assign()
 
     def _assign(self) -> None:
-        """Let this core read its minibatches among the cores that there are now."""
+        """Assign minibatches to this core, given the cores that there are now."""
         given_rank, given_replicas, process_group = self._cores
         rank, num_replicas = running_cores(process_group)
         num_replicas = num_replicas if given_replicas is None else given_replicas

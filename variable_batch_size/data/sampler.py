@@ -126,7 +126,7 @@ class MinibatchSource(ABC):
 
     @property
     def population(self) -> int | None:
-        """The samples that those of a step are drawn from at random, without replacement; None if unknown."""
+        """The number of samples from which a step's are drawn at random, without replacement; None if unknown."""
         return None
 
     @property
@@ -182,12 +182,12 @@ class MinibatchSource(ABC):
             follower._follow()
 
     def _reassign(self, rank: int, num_replicas: int, first_step: int, places: list[int]) -> None:
-        """After cores have joined or left: let the loader read on as another rank, in a pass of its own.
+        """After cores have joined or left: let the loader continue as another rank, in a pass of its own.
 
         Args:
             rank: of this core from now on.
             num_replicas: likewise, the number of cores.
-            first_step: of the epoch, from which on minibatches are assigned to these cores.
+            first_step: the step of the epoch from which on minibatches are assigned to these cores.
             places: of the minibatches of the step before it that this core runs first.
         """
         self.rank, self.schedule.num_replicas = rank, num_replicas
@@ -197,12 +197,12 @@ class MinibatchSource(ABC):
         self._pass_reassigned = self.num_passes
 
     def _settle(self) -> None:
-        """When the loop requests a minibatch: admit cores that wait, and reassign minibatches if others have left."""
+        """When the loop requests a minibatch: admit waiting cores, and reassign minibatches if others have left."""
         for follower in self.followers() if self.is_elastic else ():
             follower._settle()
 
     def _is_reassigned(self, number: int) -> bool:
-        """Whether :meth:`_reassign` has begun another pass after that of this number."""
+        """Whether :meth:`_reassign` has begun another pass after the one with this number."""
         return self.num_passes != number and self._pass_reassigned == self.num_passes
 
     def attach(self, follower: Any) -> None:
@@ -226,12 +226,12 @@ class MinibatchSource(ABC):
         if not self.has_been_read and self.must_be_read:
             raise RuntimeError(
                 f"step() was called, but no loader reads this {type(self).__name__}: train with {self._loader}, "
-                "iterate over it beside a loader of your own, or set its `must_be_read` to False"
+                "iterate over it alongside a loader of your own, or set its `must_be_read` to False"
             )
         if runs.is_late:
             raise RuntimeError(
-                f"the optimizer was made, or set to epoch {self.epoch}, when minibatches of this pass had been run "
-                "already: call set_epoch(), with `first_step` to resume within the epoch, and start another pass"
+                f"the optimizer was made, or set to epoch {self.epoch}, when minibatches of this pass had already "
+                "been run: call set_epoch(), with `first_step` to resume within the epoch, and start another pass"
             )
         if self.must_be_read and self.num_read and runs.number >= self.num_read:
             raise RuntimeError(
@@ -241,7 +241,7 @@ class MinibatchSource(ABC):
         self._thread = threading.get_ident()
 
     def _end_reading(self) -> None:
-        """Raise if an optimizer has left out minibatches of a pass of which all were read."""
+        """Raise if an optimizer has left out minibatches of a pass that was read to its end."""
         self._is_read = not self.schedule.is_open
         for follower in self.followers() if self._is_read else ():
             runs = follower._runs
@@ -251,7 +251,7 @@ class MinibatchSource(ABC):
                 self._refuse_left_out(follower, runs.ahead - runs.least_ahead)
 
     def end_pass(self) -> None:
-        """Raise if an optimizer has left out the first minibatches of a pass, of which all were read."""
+        """Raise if an optimizer has left out the first minibatches of a pass that was read to its end."""
         for follower in self.followers() if self.num_to_run is None else ():
             runs = follower._runs
             number = runs.first_ahead - self.num_prefetched
@@ -260,7 +260,7 @@ class MinibatchSource(ABC):
                 self._refuse_left_out(follower, number)
 
     def end_run(self, num_to_run: int) -> None:
-        """The run ends in this pass, after so many minibatches: those that a loader has read ahead are padding."""
+        """The run ends in this pass, after `num_to_run` minibatches: those that a loader has read ahead are padding."""
         self.num_to_run = num_to_run
 
     def end_epoch(self) -> None:
@@ -272,7 +272,7 @@ class MinibatchSource(ABC):
         # workers may have read the rest of an epoch that was left early
         if self._is_read and self.num_read > self.num_prefetched + 1 and runs and not any(runs):
             raise RuntimeError(
-                f"step() was not called in epoch {self.epoch}, of which {self.num_read} minibatches were read: call it "
+                f"step() was not called in epoch {self.epoch}, although {self.num_read} minibatches were read: call it "
                 "once after each minibatch"
             )
 
@@ -280,7 +280,8 @@ class MinibatchSource(ABC):
         raise RuntimeError(
             f"step() of {type(follower).__name__} was not called for at least {number} of the {self.num_read} "
             f"minibatches of epoch {self.epoch}: call it once after each minibatch. It accumulates by itself, a "
-            "skipped minibatch needs step() without backward(), and an optimizer that makes fewer steps its own sampler"
+            "skipped minibatch needs step() without backward(), and an optimizer that makes fewer steps needs its own "
+            "sampler"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -321,7 +322,7 @@ class MinibatchSource(ABC):
         raise RuntimeError(f"epoch {self.epoch} is read for the second time: {rule}, as optimizer.epochs() does")
 
     def __len__(self) -> int:
-        """How many minibatches this core gets in the epoch, padding included; an estimate unless by round robin."""
+        """How many minibatches this core gets in the epoch, padding included; an estimate unless round robin."""
         return self.schedule.num_minibatches_for(self.epoch, self.rank, self.first_step)
 
 
@@ -337,12 +338,12 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         dataset_size: its length.
         trace: the batch size of every step: a path, stages such as ``"0:64 20:128 40:256"`` or ``{0: 64, 20: 128}``, a
             sequence, an array, a pandas column, or an integer for a constant one; multiples of `minibatch_size`. Or a
-            policy, or a function of the situation, that decides as it runs; or :class:`OpenSteps`.
+            policy, or a function of the situation, that decides during the run; or :class:`OpenSteps`.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; that of the running backend if None.
         process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
-            the dimension of a DeviceMesh along which samples differ, as ``mesh["data"]``. The optimizer, checkpoint and
-            log of the run take it from here.
+            the dimension of a DeviceMesh along which samples differ, such as ``mesh["data"]``. The optimizer,
+            checkpoint and log of the run take it from here.
         minibatch_size: samples that one core runs at once.
         seed: selects the order of the samples, together with the epoch.
         shuffle: whether samples are shuffled, differently in each epoch.
@@ -405,7 +406,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if assign == "round robin":
             return
         for name, is_on, reason in (
-            ("OpenSteps", self.schedule.is_open, "cores read as they are free in any case"),
+            ("OpenSteps", self.schedule.is_open, "cores read whenever they are free in any case"),
             ("lockstep", self.schedule.lockstep, _IN_LOCKSTEP),
             ("max_minibatch_size", self.schedule.max_minibatch_size > self.minibatch_size, "it divides steps evenly"),
             ("a policy", self.policy is not None, "it decides by the time of even shares"),
@@ -440,7 +441,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         return [self.schedule.batch_size(step) for step in self.schedule.steps(epoch)]
 
     def _warn_if_truncated(self) -> None:
-        """Warn if the trace ends within an epoch, unless that is the only one: its length is then that of the run."""
+        """Warn if the trace ends within an epoch, unless it is the only one, whose length is that of the run."""
         schedule, steps = self.schedule, self.schedule.steps(self.epoch)
         if (
             steps.start
@@ -526,7 +527,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             yield from samples_of(minibatches)
 
     def _order(self) -> Callable[[Minibatches], Sequence[list[int]]]:
-        """What returns the samples of some minibatches of the epoch."""
+        """A function that returns the samples of some minibatches of the epoch."""
         order = Permutation(self.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
 
         def samples_of(minibatches: Minibatches) -> list[list[int]]:
@@ -576,7 +577,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
                 place = shares.place(step, number)
 
     def _first_offsets(self) -> Iterator[Minibatches]:
-        """Of minibatches of the step before the first one."""
+        """The offsets of minibatches of the step before the first one."""
         if self.places:
             schedule, steps = self.schedule, self.schedule.steps(self.epoch)
             before = schedule.samples_before(steps[self.first_step - 1]) - schedule.samples_before(steps.start)
@@ -592,7 +593,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     loader.
 
     Args:
-        dataset: with a length.
+        dataset: a data set with a length.
         trace: the batch size of every step.
         minibatch_size: samples that one core runs at once.
         options: of torch's DataLoader, such as `num_workers`, `collate_fn` and `pin_memory`.
@@ -648,7 +649,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self._until_end(iterator) if self.num_workers and self.sampler.may_end_early else iterator
 
     def _while_cores_change(self) -> Iterator[Any]:
-        """Without those that the workers have read ahead when cores join or leave, or when the run ends."""
+        """The minibatches, without those that workers have read ahead when cores join or leave, or the run ends."""
         sampler, is_reassigned = self.sampler, True
         sampler._settle()
         while is_reassigned:
@@ -662,7 +663,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     break
 
     def _until_end(self, minibatches: Iterator[Any]) -> Iterator[Any]:
-        """Without those that the workers have read ahead when the run ends."""
+        """The minibatches, without those that workers have read ahead when the run ends."""
         for minibatch in minibatches:
             yield minibatch
             if self.sampler.num_to_run is not None:

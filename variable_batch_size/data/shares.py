@@ -50,7 +50,7 @@ class Shares(ABC):
         return self._pace is not None
 
     def begin(self, schedule: BaseSchedule, epoch: int, first_step: int) -> None:
-        """Begin a pass. Every core must call it as often."""
+        """Begin a pass. Every core must call it equally often."""
         steps = schedule.steps(epoch)
         with self._lock:
             self._schedule, self._steps = schedule, range(steps.start + first_step, steps.stop)
@@ -84,7 +84,7 @@ class Shares(ABC):
         self._since = time.perf_counter()
 
     def end_minibatch(self, *, is_padding: bool) -> None:
-        """Stop the clock; in the first minibatch of a pass a loader starts, which does not count."""
+        """Stop the clock; the first minibatch of a pass, in which a loader starts, does not count."""
         seconds, self._since = None if self._since is None else time.perf_counter() - self._since, None
         if seconds is not None:
             self._note(seconds, is_padding=is_padding)
@@ -105,7 +105,7 @@ class Shares(ABC):
         self._records = True
 
     def take_record(self, steps: range) -> list[list[int]]:
-        """The core of each minibatch of some completed steps, which are forgotten. Every core must call it."""
+        """The core of each minibatch of some completed steps, which are then forgotten. Every core must call it."""
         numbers = [self._schedule.num_minibatches(step) for step in steps]
         owners = torch.zeros(sum(numbers) + 1, dtype=torch.int64)
         begin, rank = 0, self._communicator.rank
@@ -118,14 +118,14 @@ class Shares(ABC):
 
     def _total(self, numbers: torch.Tensor) -> torch.Tensor:
         with devices.preserve_rng(self._device):
-            self._communicator.flush()  # else the update would be another program, together with the sum
+            self._communicator.flush()  # otherwise the update would be another program, together with the sum
             return self._communicator.total(numbers.to(self._device))
 
 
 class PassCounter:
-    """Numbers 0, 1, 2 … in each pass, each of which one core gets: from the store of torch.distributed.
+    """Numbers 0, 1, 2 … in each pass, each for one core, from the store of torch.distributed.
 
-    A core alone counts by itself.
+    A single core counts by itself.
     """
 
     def __init__(self, rank: int) -> None:
@@ -147,7 +147,7 @@ class PassCounter:
         self.store = shared_store()
 
     def begin(self) -> None:
-        """Begin a pass. Every core must call it as often."""
+        """Begin a pass. Every core must call it equally often."""
         self._num_passes += 1
         self._numbers = count()
         if self.store is not None and self._rank == 0 and self._num_passes > 2:
@@ -206,10 +206,10 @@ class AsFree(Shares):
 
 @final
 class BySpeed(Shares):
-    """Cores get shares of a step in proportion to their measured speed, which are known before the step.
+    """Cores get shares of a step in proportion to their measured speed; the shares are known before the step.
 
     Every few steps the cores sum their seconds for a minibatch, or for padding, so that an idle core may get a share
-    again. The shares that follow from these hold from a step on that no loader has read yet.
+    again. The resulting shares hold from a step on that no loader has read yet.
     """
 
     def __init__(self, rank: int) -> None:
@@ -223,7 +223,7 @@ class BySpeed(Shares):
         self._tables = [(0, (1.0,) * communicator.num_replicas)]
 
     def _begin(self) -> None:
-        self._tables = [(0, table) for _, table in self._tables[-1:]]  # in a pass that begins, nothing was read
+        self._tables = [(0, table) for _, table in self._tables[-1:]]  # when a pass begins, nothing has been read
 
     def _note(self, seconds: float, *, is_padding: bool) -> None:
         super()._note(seconds, is_padding=is_padding)
@@ -251,7 +251,7 @@ class BySpeed(Shares):
         seconds, ahead = self._total(sent).tolist()
         self._timed = []
         known = self._tables[-1][1]
-        if not all(seconds):  # a core without a measurement keeps its speed among the others
+        if not all(seconds):  # a core without a measurement keeps its speed relative to the others
             known_sum = sum(old for old, new in zip(known, seconds, strict=True) if new)
             ratio = sum(seconds) / known_sum if known_sum else 1.0
             seconds = [new or old * ratio for old, new in zip(known, seconds, strict=True)]
@@ -281,8 +281,8 @@ def share_by_speed(number: int, seconds: tuple[float, ...]) -> list[int]:
     [0, 0, 0, 1, 0]
 
     Args:
-        number: of minibatches in the step.
-        seconds: for a minibatch, of each rank.
+        number: how many minibatches the step has.
+        seconds: how long a minibatch takes on each rank.
     """
     ends = [(one, rank) for rank, one in enumerate(seconds)]  # of its next minibatch
     heapify(ends)

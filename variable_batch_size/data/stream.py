@@ -284,25 +284,25 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=128)
 
     Steps take samples in the order of the stream, as a :class:`CustomSampler` with
-    ``shuffle=False`` does: the same on any number of cores, with any number of loader workers. Each of these reads the
-    full stream and skips what is assigned to others. So samples must come in the same order wherever they are read, and
-    costly work belongs in `collate_fn`, which sees only a core's own minibatches. If the stream ends within a step, no
-    core makes that step; the epoch ends there, with a warning.
+    ``shuffle=False`` does: the same on any number of cores, with any number of loader workers. Every core and every
+    worker reads the full stream and skips what is assigned to others. So samples must come in the same order wherever
+    they are read, and costly work belongs in `collate_fn`, which sees only a core's own minibatches. If the stream ends
+    within a step, no core makes that step; the epoch ends there, with a warning.
 
     A run resumes by skipping what was read before. If `samples` have ``state_dict`` and ``load_state_dict``, it can
-    resume without: pass the stream to the checkpoint as one of its `schedulers`, or instead the ``StatefulDataLoader``
-    of torchdata that reads it.
+    resume without skipping: pass the stream, or instead the ``StatefulDataLoader`` of torchdata that reads it, to the
+    checkpoint as one of its `schedulers`.
 
     Args:
         samples: an iterable such as an ``IterableDataset`` or a stream of Hugging Face ``datasets``, an iterator, which
             can be read once, or a function that returns one. Its ``set_epoch`` is called if it has one.
-        trace: the batch size of every step, as for :class:`CustomSampler`, as are `minibatch_size`,
-            `max_minibatch_size`, `num_replicas`, `rank`, `process_group`, `on_end` and `lockstep`. With a policy, the
-            loader must have no workers, as decisions do not reach them.
-        dataset_size: samples in an epoch, each of which reads the stream from its beginning; None for a single epoch.
+        trace: the batch size of every step. This, `minibatch_size`, `max_minibatch_size`, `num_replicas`, `rank`,
+            `process_group`, `on_end` and `lockstep` are as for :class:`CustomSampler`. With a policy, the loader must
+            have no workers, as decisions do not reach them.
+        dataset_size: samples in an epoch; each epoch reads the stream from its beginning. None for a single epoch.
         seed: of the random numbers of minibatches, with ``seed_minibatches=True``; it shuffles nothing.
-        collate_fn: makes a minibatch of a list of samples; the default of DataLoader if not given.
-        is_sharded: whether `samples` are only this core's part of the data, as of ``split_dataset_by_node``. The
+        collate_fn: makes a minibatch from a list of samples; the default of DataLoader if not given.
+        is_sharded: whether `samples` are only this core's part of the data, as from ``split_dataset_by_node``. The
             samples of a step then depend on the number of cores, which must stay the same, and every core's part must
             last until the trace ends.
 

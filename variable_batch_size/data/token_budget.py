@@ -20,9 +20,9 @@ class TokenBudget(CustomSampler):
                 loss_fn(model(inputs), targets, reduction="sum").backward()
                 optimizer.step(weight=(targets != IGNORED).sum())
 
-    A minibatch counts as `tokens` tokens, which it holds at most, padding included: a step of 65,536 is eight
+    A minibatch counts as `tokens` tokens, the most that it holds, padding included: a step of 65,536 is eight
     minibatches of 8,192. Rules and positions use these numbers, which are known beforehand; the gradient is the mean
-    over the weights passed to ``step()``, such as the tokens that are there, which ``optimizer.weight_done`` counts.
+    over the weights passed to ``step()``, such as the actual tokens, which ``optimizer.weight_done`` counts.
 
     Each sample is in one minibatch of an epoch. Which samples a minibatch has, and which minibatches a step, depends on
     the lengths, the trace, the seed and the epoch only (:class:`TokenPlan`). An epoch takes steps while they fit, as
@@ -37,9 +37,9 @@ class TokenBudget(CustomSampler):
         packed: whether the samples of a minibatch become one row without padding in between.
         max_shapes: the most shapes of padded minibatches, each of which XLA compiles once. More shapes need less
             padding.
-        multiple_of: of which padded lengths are multiples, as some accelerators prefer.
-        too_long: what happens to samples of more than `tokens`: ``"raise"``; ``"drop"``, never to use them; or
-            ``"truncate"``, to count them as `tokens`, which they must be when the data set returns them.
+        multiple_of: padded lengths are multiples of this, as some accelerators prefer.
+        too_long: what happens to samples of more than `tokens`: ``"raise"``; ``"drop"`` never uses them; ``"truncate"``
+            counts them as `tokens`, the length with which the data set must then return them.
         shuffle: whether minibatches, and samples of similar length, are shuffled, differently in each epoch; otherwise
             they are sorted by length. `seed`, `on_end`, `num_replicas`, `rank`, `process_group` and `lockstep` are
             those of :class:`CustomSampler`.
@@ -89,7 +89,7 @@ class TokenBudget(CustomSampler):
 
     @property
     def num_samples(self) -> int:
-        """The length of the data set, with samples that are too long."""
+        """The length of the data set, including samples that are too long."""
         return self.plan.num_samples + self.plan.num_dropped
 
     @property

@@ -96,7 +96,7 @@ class ScaledGradients(OptimizerProxy):
 
     @classmethod
     def let_scale(cls, accelerator: Accelerator, optimizer: CustomOptimizer) -> None:
-        """Let each step of the optimizer begin with the accelerator's scaler, as it would in Accelerate's own one."""
+        """Let each step of the optimizer begin with the accelerator's scaler, as in Accelerate's own optimizer."""
         scaled = accelerator.prepare_optimizer(cls(optimizer))  # for accelerator.clip_grad_norm_()
 
         def before_step(*_: Any) -> None:
@@ -182,7 +182,7 @@ def _prepared(accelerator: Accelerator, optimizer: CustomOptimizer, thing: Any) 
         return thing
     if isinstance(thing, LRScheduler):
         if all(thing.optimizer is not one for one in optimizer.wrapped()):
-            raise ValueError(f"{type(thing).__name__} schedules another optimizer than the one passed to prepare()")
+            raise ValueError(f"{type(thing).__name__} schedules a different optimizer than the one passed to prepare()")
         accelerator.register_for_checkpointing(thing)
         return SchedulerOfUpdates(thing, optimizer)
     if any(getattr(thing, name, None) is optimizer.sampler for name in ("batch_sampler", "dataset")):

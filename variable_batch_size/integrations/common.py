@@ -45,9 +45,9 @@ class Steps:
 
 
 def refuse_open_steps(sampler: MinibatchSource, framework: str) -> None:
-    """Raise if the loop ends the steps, as a framework needs their length before."""
+    """Raise if the loop ends the steps, as a framework needs their length in advance."""
     if sampler.schedule.is_open:
-        rule = f"`trace` must not be OpenSteps with {framework}, which needs the length of steps before"
+        rule = f"`trace` must not be OpenSteps with {framework}, which needs the length of steps in advance"
         raise ValueError(f"{rule}: write your own loop")
 
 
@@ -95,7 +95,7 @@ def find_wrappers_of_framework(optimizer: CustomOptimizer) -> None:
 def state_of(optimizer: CustomOptimizer) -> dict[str, Any]:
     """The optimizer's state dict, with the description of its run.
 
-    If it is sharded, all ranks must call it, and those other than the first get an empty one.
+    If it is sharded, all ranks must call it, and all but the first get an empty one.
     """
     if optimizer.is_accumulating:
         problem = "a resumed run repeats it, but random generators and buffers were saved after some of its minibatches"

@@ -35,7 +35,7 @@ with (
     import keras
 
 if keras.backend.backend() != "torch":
-    found = f"Keras was imported with the {keras.backend.backend()} backend, and must use torch"
+    found = f"Keras was imported with the {keras.backend.backend()} backend, but must use torch"
     raise RuntimeError(f"{found}: import variable_batch_size.integrations.keras first, or set {_BACKEND}=torch")
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         Args:
             x: the loader of the optimizer's sampler.
             epochs: number of epochs of the whole run.
-            verbose: as for ``keras.Model``, and `callbacks`, too. On several ranks, 0 on all but the first.
+            verbose: as for ``keras.Model``, as are `callbacks`. On several ranks, it is 0 on all but the first.
             other: `validation_data`, `validation_freq`, `validation_steps` or `validation_batch_size` of the same.
         """
         optimizer = self._checked(x, other)
@@ -154,7 +154,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         return self.variable_optimizer
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Those that are trained."""
+        """The parameters that are trained."""
         return (pair for pair in super().named_parameters(*args, **kwargs) if pair[1].requires_grad)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -249,7 +249,7 @@ class _Run(keras.callbacks.CallbackList):  # type: ignore[misc]
         super().__init__(callbacks, model=model, **more)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Ignored, as the end: called for every epoch."""
+        """Ignored, as is the end: both are called for every epoch."""
 
     on_train_end = on_train_begin
 
@@ -342,7 +342,7 @@ class _Ranks(keras.callbacks.Callback):  # type: ignore[misc]
         self._place += self._sampler.num_replicas
 
     def _draw_as(self, place: int) -> None:
-        """Set the seeds to those that one process has at a minibatch of the step, if each draws as often."""
+        """Set the seeds to those that one process has at a minibatch of the step, if each draws equally often."""
         for seed, first, draws in zip(self._seeds, self._first_seeds, self._draws, strict=True):
             seed.assign(first + place * draws)
 
@@ -362,7 +362,7 @@ def _seeds_of(model: VariableBatchModel) -> list[Any]:
 
 
 def _check_sampler(sampler: MinibatchSource) -> None:
-    """Raise for steps whose minibatches are not known before."""
+    """Raise for steps whose minibatches are not known in advance."""
     refuse_open_steps(sampler, "Keras")
     for name, is_wrong in (("assign", sampler.shares is not None), ("elastic", sampler.is_elastic)):
         if is_wrong:

@@ -94,7 +94,7 @@ def check_optimizer(trainer: Trainer) -> CustomOptimizer:
 
 
 def has_unknown_length(sampler: MinibatchSource) -> bool:
-    """Whether the number of minibatches in an epoch is known after the last one only."""
+    """Whether the number of minibatches in an epoch is known only after the last one."""
     return sampler.schedule.is_live or isinstance(sampler, Stream)
 
 
@@ -131,7 +131,7 @@ def check_loader(trainer: Trainer, optimizer: CustomOptimizer) -> CombinedLoader
 
 
 def is_at_end_of_epoch(optimizer: CustomOptimizer) -> bool:
-    """Whether no step of the optimizer's epoch is left, which a live schedule knows after the last one only."""
+    """Whether no step of the optimizer's epoch is left, which a live schedule shows only after the last one."""
     return next(optimizer.sampler.schedule.steps_from(optimizer.epoch, optimizer.epoch_step), None) is None
 
 
@@ -168,7 +168,7 @@ class UpdateLoop(_TrainingEpochLoop):
         return isinstance(self.optimizer.sampler, Stream)
 
     def _set_last(self, is_last: bool) -> None:
-        """Say whether the latest minibatch is the last one of the epoch."""
+        """Set whether the latest minibatch is the last one of the epoch."""
         self.batch_progress.is_last_batch = self.trainer.fit_loop._data_fetcher.done = is_last
 
     @property
@@ -229,7 +229,7 @@ class UpdateLoop(_TrainingEpochLoop):
             self.trainer.log_every_n_steps = log_every
         if self.batch_progress.current.ready > before and self._num_calls != 1:
             calls = f"{self._num_calls} calls in minibatch {self.batch_idx}"
-            raise RuntimeError(f"optimizer.step() must be called once per minibatch, also to accumulate, got {calls}")
+            raise RuntimeError(f"optimizer.step() must be called once per minibatch, even to accumulate, got {calls}")
 
     def set_length(self) -> float:
         """Set the number of minibatches in the epoch, which Lightning assumes to be the same in all."""

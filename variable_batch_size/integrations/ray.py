@@ -1,4 +1,4 @@
-"""Ray: a pool of its nodes for ``vbs cluster run``, and goodput as resource allocation function of Ray Tune."""
+"""Ray: a pool of its nodes for ``vbs cluster run``, and goodput as a resource allocation function for Ray Tune."""
 
 import time
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _SECONDS_TO_ANSWER = 60.0
 
 
 class RayPool:
-    """The CPUs of a Ray cluster: that at an address, or a new local one."""
+    """The CPUs of a Ray cluster: the one at an address, or a new local one."""
 
     def __init__(self, address: str | None = None, *, cores: int | None = None) -> None:
         self._is_own = not ray.is_initialized()

@@ -235,7 +235,7 @@ class VariableBatchMixin:
         return loss.detach()
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """Those of the last step on this rank."""
+        """The floating point operations of the last step on this rank."""
         return self._flos_of_step
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

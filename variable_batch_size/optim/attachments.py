@@ -18,7 +18,7 @@ PER: tuple[Per, ...] = get_args(Per)
 
 logger = logging.getLogger(__name__)
 
-_ROUNDING = 1e-9  # by which a sum of fractions may fall short of the whole number that it represents
+_ROUNDING = 1e-9  # how far a sum of fractions may fall short of the whole number that it represents
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Follower:
         if self.reached not in (None, position_of(self.scheduler)):
             kind, found = type(self.scheduler).__name__, position_of(self.scheduler)
             raise RuntimeError(
-                f"{kind} has made {found} steps, and not the {self.reached} to which the optimizer has stepped it: "
-                "don't call step() of a scheduler that is attached"
+                f"{kind} has made {found} steps, but the optimizer has stepped it to {self.reached}: "
+                "don't call step() of an attached scheduler"
             )
         if self.per == "update":
             done: float = optimizer.steps_done
@@ -64,7 +64,7 @@ class Follower:
         self.reached = position_of(self.scheduler)
 
     def __str__(self) -> str:
-        return f"{type(self.scheduler).__name__} with a step for each {self.every:g} of {self.per!r}"
+        return f"{type(self.scheduler).__name__} with per={self.per!r}, every={self.every:g}"
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,16 @@ class Limit:
                 return True
         if self.progress is None:
             return False
-        # a step is worth at most its scale: until the last ones, the device need not be waited for
+        # a step is worth at most its scale, so only the last steps need to wait for the device
         most = max(1.0, optimizer.batch_size / optimizer.ref_batchsize)
         return bool(optimizer.late_progress + most >= self.progress and optimizer.progress >= self.progress)
 
     def num_epochs(self, given: int | None, schedule: BaseSchedule) -> int | None:
-        """How many epochs a run has at most; None if there is no end but this one."""
+        """The most epochs that a run can have; None if this limit is its only end."""
         number = schedule.num_epochs if given is None else given
         if number is None:
             if self == Limit():
-                raise ValueError("`num_epochs` must be given, or a limit such as `samples`: the trace has no end")
+                raise ValueError("`num_epochs` or a limit such as `samples` must be given: the trace has no end")
             return None
         check_not_negative(num_epochs=number)
         if number:
@@ -111,7 +111,7 @@ class Limit:
 
     @contextmanager
     def applied(self, optimizer: Any, num_epochs: int | None) -> Iterator[None]:
-        """Within, the optimizer ends the run where it reaches the limit; it has at most so many epochs."""
+        """In this context, the optimizer ends the run at the limit; the run has at most `num_epochs` epochs."""
         optimizer.limit, optimizer.num_epochs = None if self == Limit() else self, num_epochs
         optimizer.sampler.may_end_early = self != Limit()
         try:
@@ -125,12 +125,12 @@ class Limit:
         if num_epochs is None and self != Limit() and not self.is_reached(optimizer) and optimizer.sampler.rank == 0:
             limit = ", ".join(f"{name}={value:g}" for name, value in asdict(self).items() if value is not None)
             done = f"{optimizer.samples_done} samples, progress {optimizer.progress:g}"
-            logger.warning("%s ended before %s: after %s", optimizer.sampler.schedule.name, limit, done)
+            logger.warning("%s ended before reaching %s, after %s", optimizer.sampler.schedule.name, limit, done)
 
 
 def _check_weighted(optimizer: Any, what: str) -> None:
     if optimizer.minibatch_weights.is_weighted is False:
-        raise ValueError(f"{what} needs the tokens of each minibatch: optimizer.step(weight=…)")
+        raise ValueError(f"{what} needs the number of tokens of each minibatch: pass it as optimizer.step(weight=…)")
 
 
 class Attachments:
@@ -163,9 +163,7 @@ class Attachments:
     def _add_scheduler(self, scheduler: LRScheduler, optimizer: Any, per: Per, every: float | None) -> None:
         if every is None:
             if per == "tokens":
-                raise ValueError(
-                    '`every` must be given with per="tokens": how many tokens a step of the scheduler takes'
-                )
+                raise ValueError('`every` must be given with per="tokens": the number of tokens per scheduler step')
             every = optimizer.ref_batchsize if per == "samples" else 1
         follower = Follower.checked(scheduler, per, every)
         if any(scheduler is other.scheduler for other in self._followers):
@@ -176,7 +174,7 @@ class Attachments:
             saved, *self._loaded = self._loaded
             _load(follower, saved)
             for group, settings in zip(optimizer.param_groups, self._loaded_settings, strict=True):
-                group.update(settings)  # a scheduler that was made after loading has begun with its first step
+                group.update(settings)  # a scheduler made after loading has already made its first step
         with (
             warnings.catch_warnings()
         ):  # torch expects an update before the first step, which may be in another session
@@ -256,8 +254,8 @@ def _has_epochs(part: Any) -> bool:
 def _load(follower: Follower, saved: Mapping[str, Any]) -> None:
     found = (saved["kind"], saved["per"], saved["every"])
     if found != (type(follower.scheduler).__name__, follower.per, follower.every):
-        before = f"{saved['kind']} with a step for each {saved['every']:g} of {saved['per']!r}"
-        raise ValueError(f"the scheduler was {before} when the state was saved, and is {follower}")
+        before = f"{saved['kind']} with per={saved['per']!r}, every={saved['every']:g}"
+        raise ValueError(f"the scheduler was {before} when the state was saved, but is now {follower}")
     load_schedulers([follower.scheduler], [saved["state"]])
 
 

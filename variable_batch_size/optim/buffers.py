@@ -17,8 +17,8 @@ _Saved = tuple[torch.nn.Module, str, torch.Tensor, int, torch.Tensor]
 class Buffers:
     """Takes a snapshot of a model's buffers before a step, and restores it if the rank's minibatches do not count.
 
-    The snapshot is taken at the end of the previous step. If the user changes buffers after that, for example by
-    loading weights, or minibatches of another optimizer do, the next forward pass of the model, or of a part of it,
+    The snapshot is taken at the end of the previous step. If the buffers change after that, for example because the
+    user loads weights or another optimizer runs minibatches, the next forward pass of the model, or of a part of it,
     takes it again. In lockstep a padding minibatch may follow others of its step: a second snapshot then holds the
     buffers before it. Where all ranks run one program, whether a rank is idle is data and not a branch.
     """
@@ -34,7 +34,7 @@ class Buffers:
         self.expect_skips(may_skip)
 
     def expect_skips(self, may_skip: bool) -> None:
-        """From now on, whether the update of a rank that is not idle may be skipped."""
+        """Set whether, from now on, the update of a rank that is not idle may be skipped."""
         self._is_always_saved, was_on = self._is_one_program or may_skip, self.is_on
         # whether there may be anything to restore
         self.is_on = self._model is not None and (self._communicator.num_replicas > 1 or may_skip)
@@ -42,7 +42,7 @@ class Buffers:
             self.watch(self._is_watching)
 
     def watch(self, is_on: bool) -> None:
-        """Notice from now on when the model, or a part of it with buffers, runs; or no longer."""
+        """Start or stop watching for runs of the model, or of a part of it with buffers."""
         self._is_watching = is_on
         for hook in self._hooks:
             hook.remove()
@@ -74,7 +74,7 @@ class Buffers:
         self._before_padding = []
 
     def restore(self, is_undone: bool, is_skipped: torch.Tensor | None = None) -> None:
-        """After a step: restore the buffers if the rank's minibatches do not count, which maybe the device decides."""
+        """After a step: restore the buffers if the rank's minibatches do not count, which the device might decide."""
         is_eager = not self._is_one_program
         if is_eager and is_skipped is not None and self._has_new_tensors():  # of any shape: the host must choose
             is_undone, is_skipped = is_undone or bool(is_skipped), None
@@ -137,8 +137,8 @@ def share_buffers(model: torch.nn.Module, process_group: Any = None) -> None:
     Every core must call it. During training, each core has its own BatchNorm statistics.
 
     Args:
-        model: whose buffers.
-        process_group: the cores, as :class:`CustomSampler` takes it.
+        model: the model whose buffers are shared.
+        process_group: the cores, as in :class:`CustomSampler`.
     """
     buffers = list(model.buffers())
     communicator = communicator_for(buffers, process_group)

@@ -23,7 +23,7 @@ _MAX_BYTES = 120  # of each rank's value in an error message
 def fingerprint_of(sampler: MinibatchSource, rule: Rule, inner: Optimizer, ref_batchsize: int) -> Description:
     """Everything that determines the samples of a step and the meaning of the state; not the number of ranks."""
     schedule, rules = sampler.schedule, getattr(rule, "rules", [rule])
-    # of a ZeroRedundancyOptimizer the optimizer whose state it shards
+    # for a ZeroRedundancyOptimizer, the optimizer whose state it shards
     optimizers = inner.optimizers if isinstance(inner, MultiOptimizer) else [getattr(inner, "optim", inner)]
     return {
         "trace": schedule.description,
@@ -168,7 +168,7 @@ def sync_added_params(
         if is_fully_sharded != bool(wrappers.fsdp) or not _ranks_of_meshes(added) <= _ranks_of_meshes(before):
             raise ValueError(
                 "added parameters must be sharded over the same processes and in the same way as the others, or not "
-                "at all: make the optimizer with them, frozen until they are to be trained"
+                "at all: include them when the optimizer is made, frozen until they should train"
             )
     _broadcast_over_mesh(added, communicator, model_groups(before, group_of(process_group)))
     wrappers.update([*before, *added])

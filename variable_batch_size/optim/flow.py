@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 _HOSTS = ("cpu",)  # devices whose numbers the host reads without a wait
 _MAX_GROUPS = 8  # each takes some small operations on the device
-_NUM_AT_ONCE = 20  # estimates: until then, one step changes the average much, and weights and gradients change fast
+_NUM_AT_ONCE = 20  # estimates: until then, one step changes the average a lot, and weights and gradients change fast
 _NONFINITE = "the gradient is not finite"
 _NOTHING = "all minibatches have the weight 0"
 _SIZES = ("batch_size", "minibatch_size", "ref_batchsize", "population", "num_minibatches")  # of a step
 
 
 def make_meter(rule: Rule, smoothing: Smoothing, *, measure_noise: bool) -> NoiseMeter | None:
-    """A meter besides those of the rules, if there is one; all of them average in the same way."""
+    """A meter in addition to those of the rules, if one is needed; all of them average in the same way."""
     rules = _noise_rules(rule)
     if smoothing is not None:
         if not rules and not measure_noise:
@@ -68,18 +68,18 @@ class Flow:
     Reading a number from an accelerator makes the host wait for all work queued there. Hence there are three ways:
 
     - *At once*: the host reads the norms before it makes the update. On CPUs, where it need not wait, and wherever
-      non-finite updates are to be skipped with an inner optimizer that cannot skip by itself.
+      non-finite updates must be skipped but the inner optimizer cannot skip them by itself.
     - *On the device*: noise, gain, learning rate, progress, and whether the update is skipped are tensors there, which
-      the host reads only if they are asked for. It needs an inner optimizer that takes them there: fused SGD, Adam and
-      AdamW, and on XLA SGD and capturable Adam and AdamW; and a rule of this library. Results are the same.
-    - *One step late*: the norms of a step are copied while the next one runs, and make the gain of that. For all other
-      inner optimizers and rules. The first steps are read at once.
+      the host reads only on request. This needs a rule of this library and an inner optimizer that accepts these
+      tensors: fused SGD, Adam and AdamW, and on XLA, SGD and capturable Adam and AdamW. Results are the same.
+    - *One step late*: the norms of a step are copied while the next step runs, and determine that step's gain. For all
+      other inner optimizers and rules. The first steps are read at once.
 
     Args:
-        rule, scaler, meter: the rule, its factors, and another meter if there is one: what the host knows.
+        rule, scaler, meter: the rule, its factors, and another meter if there is one; they hold the host's numbers.
         inner: the inner optimizer.
         communicator: of the cores.
-        is_read: whether the host is to look at each step on XLA, where it also learns which parameters have a gradient.
+        is_read: whether the host must read each step on XLA, which also shows which parameters have a gradient.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class Flow:
 
     @property
     def time_of_gain(self) -> str:
-        """From which step the gain is, in words; it is part of a run's description."""
+        """Which step the gain comes from, in words; it is part of a run's description."""
         return "one step late" if self.way == "one step late" else "of the step itself"
 
     @property
     def skips_by_default(self) -> bool:
-        """Whether looking for gradients that are not finite costs no further wait."""
+        """Whether checking for non-finite gradients costs no extra wait."""
         return self._measures and self.way != "one step late"
 
     def scale(self, step: Step, gradient: StepGradient, *, skips: bool) -> Outcome:
@@ -170,7 +170,7 @@ class Flow:
             self.meter.observe(observed, measured.norms)
 
     def settle(self) -> None:
-        """Let the host know all numbers of the steps so far; waits for the device if they are still there."""
+        """Bring all numbers of the steps so far to the host; waits for the device if they are still there."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             measured = pending.read()
@@ -186,7 +186,7 @@ class Flow:
                 logger.warning(message, num_skipped, self._twin.latest, _NONFINITE, _NOTHING)
 
     def noise_meter(self) -> NoiseMeter:
-        """What has measured the noise of the steps so far; waits for the device if its numbers are still there."""
+        """The meter of the noise of the steps so far; waits for the device if its numbers are still there."""
         self.settle()
         meter = self.meter or (self.rule.meter if isinstance(self.rule, NoiseRule | PerOptimizerRule) else None)
         if meter is None:
@@ -195,19 +195,19 @@ class Flow:
         return meter
 
     def forget_noise(self) -> None:
-        """After a state with the noise in another norm was loaded: start its averages anew."""
+        """After loading a state with the noise in another norm: restart its averages."""
         for meter in [self.meter, *(rule.meter for rule in _noise_rules(self.rule))]:
             if meter is not None and meter.averages:
                 meter.load_state_dict(NoiseMeter().state_dict())
-                logger.warning("the noise in this state is that of another norm: its averages start anew")
+                logger.warning("the noise in this state was measured in another norm: its averages restart")
 
     def release(self) -> None:
-        """Let the host know all numbers, and take them from there in the next step: the rule may be changed."""
+        """Bring all numbers to the host, and use those in the next step: the rule may be changed."""
         self.settle()
         self.forget(self.late_progress)
 
     def forget(self, late_progress: float | None = None) -> None:
-        """After another state was loaded: what is on the device is that of another run."""
+        """After another state was loaded: drop what is on the device, which belongs to another run."""
         self._twin, self._pending, self._saved_progress = None, None, late_progress
 
     @property
@@ -258,7 +258,7 @@ def _stays_on_device(rule: Rule, inner: Optimizer, device: torch.device, *, is_t
 
 
 def _takes_tensors(optimizer: Optimizer, *, is_traced: bool) -> bool:
-    """Whether an optimizer takes its learning rate on the device, and can leave out a step there."""
+    """Whether an optimizer takes its learning rate on the device, and can skip a step there."""
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return False
     if not is_traced:
@@ -483,7 +483,8 @@ def _parts(rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> Iterator[A
 def step_unless(is_skipped: torch.Tensor, inner: Optimizer, communicator: Communicator) -> None:
     """Let an inner optimizer make a step, unless the device has decided otherwise.
 
-    Fused ones leave it out by themselves. On XLA, the weights and the state are computed, and not used.
+    Fused optimizers skip it by themselves. On XLA, the new weights and state are computed in any case, and discarded if
+    the step is skipped.
     """
     optimizers = optimizers_of(inner)
     if communicator.is_one_program:
@@ -503,7 +504,7 @@ def step_unless(is_skipped: torch.Tensor, inner: Optimizer, communicator: Commun
 
 
 def _tensors_of(optimizers: list[Optimizer]) -> Iterator[torch.Tensor]:
-    """All that a step changes."""
+    """All tensors that a step changes."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):

@@ -26,12 +26,12 @@ class Preconditioner:
     """Holds √v̂ + ε for each parameter that the inner optimizer has updated often enough.
 
     After a few updates v̂ is the mean of a few squares, and its inverse has no finite mean or variance: some elements
-    would make most of the norms. For the same reason elements are left out, by a divisor of infinity, whose √v̂ + ε is
-    below a tenth of the root mean square of their tensor, such as those that had no gradient so far.
+    would make most of the norms. For the same reason, elements whose √v̂ + ε is below a tenth of the root mean square
+    of their tensor, such as those without a gradient so far, are left out by a divisor of infinity.
 
     Args:
         inner: Adam, or an optimizer of its family.
-        min_updates: from how many updates of a parameter on its second moments are used.
+        min_updates: how many updates a parameter needs before its second moments are used.
 
     Attributes:
         divisors: of each parameter that has second moments.
@@ -61,7 +61,7 @@ class Preconditioner:
                 self._copy(parameters, divisors_of(moments, n if device is None else torch.stack(n), *settings))
 
     def _num_updates(self, p: torch.Tensor, *, has_updated: bool) -> Any:
-        """Of a parameter: a float, or a tensor on an accelerator, never read; None before its first update."""
+        """The updates of a parameter: a float, or a tensor on an accelerator, never read; None before the first."""
         state = self._inner.state.get(p, {})
         if "exp_avg_sq" not in state or "step" not in state:
             if has_updated and p.grad is not None:
@@ -111,7 +111,7 @@ class _History(NamedTuple):
 
 
 _KEYS = ("num_updates_of_products", "beta1_product", "beta2_product")
-"""Of the history in the inner optimizer's state of a parameter, as numbers, which any way to save a state accepts."""
+"""The keys of the history in a parameter's state; the values are numbers, which every way of saving a state accepts."""
 
 
 def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
@@ -133,8 +133,9 @@ def _is_adamw(bases: tuple[type, ...]) -> bool:
 class BetaHistory:
     """The products of the betas of past updates, for rules that change betas from step to step.
 
-    They are part of the inner optimizer's state of each parameter. Where that is cleared, copied, saved, or replaced by
-    an earlier one, so are they. Updates that are not in the products, as of another rule, had the betas of the group.
+    They are part of the inner optimizer's state of each parameter. If that state is cleared, copied, saved, or replaced
+    by an earlier one, so are they. Updates that are not in the products, such as those of another rule, had the betas
+    of the group.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -145,7 +146,7 @@ class BetaHistory:
         self._stored_in: dict[torch.Tensor, Any] = {}
 
     def is_for(self, group: Mapping[str, Any]) -> bool:
-        """Whether the optimizer of a group corrects its bias as Adam does, as far as that can be tried."""
+        """Whether the optimizer of a group corrects its bias as Adam does, as far as that can be tested."""
         owner = _owner_of(self._inner, group)
         if type(owner) not in self._is_adam:
             self._is_adam[type(owner)] = "eps" in group and corrects_bias_as_adam(owner, group) is not False
@@ -265,7 +266,7 @@ class StepHyperparameters:
                 optimizer._optimizer_step_post_hooks.pop(_KEY, None)
 
     def _before_step(self, *_: object) -> None:
-        self._depth += 1  # torch calls hooks in each step() of a class that calls that of its base class
+        self._depth += 1  # torch calls hooks again where step() of a class calls step() of its base class
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         self._depth -= 1
@@ -287,7 +288,7 @@ class StepHyperparameters:
 
     def _apply(self, optimizer: Optimizer, group: Group, rule: Rule, step: Step, factor: Number) -> list[_Applied]:
         """The group with its settings of the step; in several parts where these are not the same for all parameters."""
-        # rules read that weight decay is decoupled from the group, which not every AdamW has
+        # rules look in the group for the flag that weight decay is decoupled, which not every AdamW sets
         is_unflagged = "decoupled_weight_decay" not in group and _is_adamw(type(optimizer).__mro__)
         flagged = {**group, "decoupled_weight_decay": True} if is_unflagged else group
         settings = rule.merged_settings(flagged, step, factor)
@@ -328,7 +329,7 @@ class StepHyperparameters:
 
 
 def _unscaled(changed: Any, value: Any, before: Any) -> Any:
-    """A setting that the optimizer has changed in its step, in relation to the value that it had there."""
+    """A setting that the optimizer has changed in its step, relative to the value that it had there."""
     if isinstance(value, torch.Tensor):
         return torch.where(value == 0, changed, changed * (before / value))
     return changed * (before / value) if isinstance(value, float) and value else changed

@@ -64,7 +64,7 @@ class LiveSteps(Steps):
         self._has_joined = False
         self._num_applied = 0  # of the changes of the membership
         self._shares: Shares | None = None  # of a step within which cores have left, until it is complete
-        self._is_stale = False  # whether the sampler is still that of the cores before
+        self._is_stale = False  # whether the sampler still belongs to the previous cores
 
     # --------------------------------------------------------------------------------------------- joining the run
 
@@ -113,7 +113,7 @@ class LiveSteps(Steps):
         sampler, number = self._optimizer.sampler, self._optimizer._runs.number
         num_read = sampler.num_yielded if sampler.num_prefetched else sampler.num_read
         if num_read != number:
-            rule = "with `elastic`, no minibatch must be read before step() of the previous one, as cores may leave"
+            rule = "with `elastic`, a minibatch must not be read before step() of the previous one, as cores may leave"
             raise RuntimeError(f"{rule}: the loop has read {num_read} minibatches and calls step() for number {number}")
         plan = self._cursor.advance()
         self._communicator.step = plan.step
@@ -171,7 +171,7 @@ class LiveSteps(Steps):
     # --------------------------------------------------------------------------------------------- between two steps
 
     def settle(self) -> None:
-        """When the loop requests a minibatch: between two steps, admit cores that wait, and let all have new ranks."""
+        """When the loop requests a minibatch: between two steps, admit waiting cores, and give all cores new ranks."""
         cursor = self._cursor
         if not self._has_joined or cursor.is_accumulating or cursor.next is None:
             return
@@ -217,7 +217,7 @@ def refuse_unsupported(optimizer: Any) -> None:
     if sampler.is_shared:
         raise ValueError("`elastic` needs a sampler for each optimizer, but several are attached to this one")
     if sampler.schedule.is_live:
-        raise ValueError("`elastic` needs a trace that is known, not a policy or a watched trace")
+        raise ValueError("`elastic` needs a trace that is known in advance, not a policy or a watched trace")
     if sampler.schedule.is_open or sampler.shares is not None:
         raise ValueError('`elastic` needs a trace and assign="round robin", not OpenSteps or other shares')
     if isinstance(sampler, Stream) and not sampler.can_be_reread:

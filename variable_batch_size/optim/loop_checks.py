@@ -20,7 +20,7 @@ updates = threading.local()  # `is_running`: whether an optimizer of this librar
 
 
 class LoopChecks:
-    """What an optimizer checks before the first minibatch of a pass, and where several share a sampler."""
+    """What an optimizer checks before the first minibatch of a pass, and when several optimizers share a sampler."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class LoopChecks:
         if self._sampler.rank == 0 and all(p.grad is None for p in self._parameters()):
             logger.warning(
                 "No parameter has a gradient in the first step. Call backward() before step(), on the loss of the "
-                "model whose parameters the optimizer has, and zero_grad() not in between."
+                "model whose parameters the optimizer has, and do not call zero_grad() in between."
             )
 
 
@@ -103,5 +103,5 @@ def refuse_direct_step(reference: weakref.ref[Any], inner: Optimizer, args: Any,
         kind, name = type(inner).__name__, type(optimizer).__name__
         raise RuntimeError(
             f"step() of {kind} was called in the middle of a pass: call step() of the {name} that {kind} belongs to, "
-            "or scaler.step() with that"
+            "or pass that to scaler.step()"
         )

@@ -11,8 +11,7 @@ from variable_batch_size.data.cursor import StepPlan
 
 
 class LossScale:
-    """What ``GradScaler.step(optimizer)`` leaves to the optimizer, minibatch by minibatch; the scale may change in a
-    step.
+    """What ``GradScaler.step(optimizer)`` leaves to the optimizer for each minibatch; the scale may change in a step.
 
     GradScaler sets ``grad_scale``, None after ``unscale_``, and ``found_inf`` of the optimizer. If it has found a value
     that is not finite, gradients become NaN, which stays in all sums: every rank finds it and skips the update.
@@ -28,7 +27,7 @@ class LossScale:
         self.is_used = False  # whether a GradScaler has called step() in this pass
 
     def unscale_(self, plan: StepPlan, scale: torch.Tensor | None, found_inf: Any) -> torch.Tensor | None:
-        """Divide ``p.grad`` by the scale; returns what it was multiplied by, None if the user has done so before."""
+        """Divide ``p.grad`` by the scale; returns the factor applied, None if the user has already unscaled it."""
         if not isinstance(found_inf, torch.Tensor):  # there are no gradients
             if self._everyone is not None:
                 problem = "GradScaler needs a gradient in every minibatch, but fully_shard has reduced none"

@@ -11,15 +11,15 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
 
 def step_to(scheduler: LRScheduler, position: int) -> None:
-    """Step a scheduler until it has made so many steps, or up to its end if that comes first.
+    """Step a scheduler until it has made `position` steps, or to its end if that comes first.
 
     It makes its steps one by one: at the same position the learning rate is the same, to the last bit, however the run
-    has come there.
+    got there.
     """
     if position_of(scheduler) > position:
         raise RuntimeError(
-            f"{type(scheduler).__name__} has made {position_of(scheduler)} steps, more than the {position} that the "
-            "run has come to: don't call its step(), and to go back load a state that holds both, with "
+            f"{type(scheduler).__name__} has made {position_of(scheduler)} steps, but the run has reached only "
+            f"{position}: don't call its step(); to go back, load a state that holds both with "
             "optimizer.load_state_dict()"
         )
     # one by one, so that a schedule that multiplies always computes the same products
@@ -86,7 +86,7 @@ def _without_functions(value: Any) -> Any:
 
 
 def _with_counters_of(present: Any, saved: Any) -> Any:
-    """The saved state of a scheduler with a Counter, which is saved as a dict, wherever the present state has one."""
+    """A saved scheduler state with each saved dict as a Counter again, wherever the present state has one."""
     if isinstance(present, Counter):
         return Counter(saved)
     if isinstance(present, dict) and isinstance(saved, dict):

@@ -13,8 +13,8 @@ Method = Callable[[torch.nn.Module], None]
 class ModuleHook:
     """Calls a method with the module that is about to run. It keeps neither of the two alive.
 
-    A copy made with ``copy.deepcopy`` removes itself. In a pickled module it is a function of Python, so that this
-    package is not needed to load it. Unless `is_compiled`, where ``torch.compile`` leaves the call out, it breaks the
+    A copy made with ``copy.deepcopy`` removes itself. In a pickled module it is a plain Python function, so loading
+    does not need this package. With `is_compiled`, ``torch.compile`` leaves the call out; otherwise the call breaks the
     graph.
     """
 

@@ -24,7 +24,7 @@ from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.rules.rule import Rule
 
 MEASURES = "norm layers"  # the value of `measure_noise`
-EVERY = 16  # steps from one measurement to the next, as it takes time of the host (bench/README.md)
+EVERY = 16  # steps from one measurement to the next, as it takes host time (bench/README.md)
 
 _KNOWN = {kind.forward for kind in (nn.LayerNorm, nn.GroupNorm)} | {getattr(nn, "RMSNorm", nn.LayerNorm).forward}
 _Form = tuple[str, tuple[int, ...], float]  # the kind of a layer, its shape or number of groups, and epsilon
@@ -39,7 +39,7 @@ def make_norm_layers(
     exact: bool,
     is_one_program: bool,
 ) -> "NormLayers":
-    """Those of an optimizer, unless one of its options excludes them."""
+    """The NormLayers of an optimizer; raises if one of its options excludes them."""
     if sampler.needs_weights:
         reason = "its minibatches hold different numbers of samples"
         raise ValueError(f"`measure_noise` must not be {MEASURES!r} with a TokenBudget: {reason}")
@@ -53,9 +53,9 @@ def make_norm_layers(
 class NormLayers:
     """Measures the samples' gradients of the affine parameters of a model's LayerNorm, RMSNorm and GroupNorm layers.
 
-    RMSNorm is any layer whose class has a name that ends so, or T5's LayerNorm: a weight, and ``eps`` or
-    ``variance_epsilon``. The first dimension of the layers' input must be the samples of the minibatch, or samples
-    times positions if there are two dimensions.
+    RMSNorm is any layer with a weight whose class name ends in "RMSNorm", and T5's LayerNorm; epsilon is ``eps`` or
+    ``variance_epsilon``, by default that of the weight's dtype. The first dimension of the layers' input must be the
+    samples of the minibatch, or samples times positions if there are two dimensions.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class NormLayers:
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
                 reason = "its attention has `batch_first=False`, so that positions are the first dimension"
-                raise ValueError(f"`measure_noise={MEASURES!r}` cannot tell the samples of this model: {reason}")
+                raise ValueError(f"`measure_noise={MEASURES!r}` cannot identify the samples of this model: {reason}")
         self.parameters: list[nn.Parameter] = []
         self.num_samples = num_samples  # of the next minibatch
         self.every = every  # steps from one measurement to the next
@@ -104,15 +104,15 @@ class NormLayers:
     def take(
         self, plan: StepPlan, *, squared_norm: torch.Tensor | None = None, inverse_scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """m·Σ‖g_s‖² over the m samples of the latest minibatch, on the device; 0 of padding, or if it is not measured.
+        """m·Σ‖g_s‖² over the m samples of the latest minibatch, on the device; 0 for padding, or if it is not measured.
 
         The loss is a mean over the samples, so that m·g_s is the gradient of sample s; or a sum, which has a weight.
 
         Args:
             plan: of the minibatch.
-            squared_norm: that of the layers' gradients now: they may have been clipped or unscaled since the backward
-                pass, and those of the samples are multiplied alike.
-            inverse_scale: by what they are multiplied, if `squared_norm` is not known.
+            squared_norm: of the layers' gradients now. If they were clipped or unscaled since the backward pass, the
+                samples' gradients are multiplied by the same factor.
+            inverse_scale: what the samples' gradients are multiplied by, if `squared_norm` is not known.
         """
         uses, self._num_uses = self._num_uses, {}
         found, self.collector.grad = self.collector.grad, None
@@ -209,7 +209,7 @@ class _Measure(torch.autograd.Function):
 
 
 def _form_of(module: nn.Module) -> _Form | None:
-    """How a layer normalizes its input; None of other layers."""
+    """How a layer normalizes its input; None for other layers."""
     weight: Any = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return None
@@ -260,7 +260,7 @@ def _over_positions(product: torch.Tensor, form: _Form, samples: int) -> torch.T
 
 
 def _add_hook(module: nn.Module, hook: _Hook) -> None:
-    """Add a hook in the place of an earlier optimizer's."""
+    """Add a hook in place of an earlier optimizer's."""
     for key, other in list(module._forward_hooks.items()):
         if isinstance(other, _Hook):
             del module._forward_hooks[key]

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 Data = TypeVar("Data")
 
-_SECONDS_FOR_OTHERS = 1.0  # in which cores that wait, too, write their positions
+_SECONDS_FOR_OTHERS = 1.0  # in which other waiting cores write their positions
 _END: Any = object()  # after the last minibatch
 
 
@@ -47,15 +47,15 @@ def refuse_options(
     if rule.sums_gradients:
         wrong["`rule`"] = "one of mean gradients"
     for name, allowed in wrong.items():
-        raise ValueError(f"{name} must be {allowed} with OpenSteps, whose minibatches are not known before")
+        raise ValueError(f"{name} must be {allowed} with OpenSteps, whose minibatches are not known in advance")
 
 
 @final
 class OpenStep(Steps):
     """Counts what a core contributes to a step, agrees on its end in lockstep, and names cores that have not ended it.
 
-    A core that has ended its step waits for the others in the reduction. After `timeout` seconds it reads from the
-    store where they are. They write that there only in steps that take long.
+    A core that has ended its step waits for the others in the reduction. After `timeout` seconds it reads the positions
+    of the others from the store. They write these only in steps that take long.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class OpenStep(Steps):
         self._loss_scale, self._buffers, self._skips = loss_scale, buffers, skips
         self._counter: PassCounter = sampler.counter
         self._timeout = self._schedule.timeout
-        self._is_last = False  # whether the next minibatch is the core's last one in the step, by the user
+        self._is_last = False  # whether the next minibatch is the core's last one in the step, according to the user
         self._is_last_in_loop: bool | None = None  # the same within minibatches(); None outside of it
         self._is_at_end = False  # whether this core has no more minibatches in the epoch
         if communicator.num_replicas > 1:
@@ -118,7 +118,7 @@ class OpenStep(Steps):
             return
         if cursor.is_accumulating:
             rule = "minibatches() must begin a step, but this core has run minibatches of one that it has not ended"
-            raise RuntimeError(f"{rule}: call end_step() before a loop is left")
+            raise RuntimeError(f"{rule}: call end_step() before leaving a loop")
         left = iter(own)
         data = next(left, _END)
         if data is _END:
@@ -126,7 +126,7 @@ class OpenStep(Steps):
                 optimizer.end_step()
                 return
             if padding is None:
-                raise ValueError("`padding` must be given in lockstep: what a core without minibatches runs")
+                raise ValueError("`padding` must be given in lockstep: it is what a core without minibatches runs")
             cursor.is_done, data = True, padding
             prepare_next()
         following = data
@@ -163,7 +163,7 @@ class OpenStep(Steps):
         return plan
 
     def reduce(self, plan: StepPlan) -> StepGradient | None:
-        """The gradient of a step, whose number of minibatches is known then; None if no core has had any."""
+        """The gradient of a step, whose number of minibatches is known by then; None if no core has had any."""
         num_read, is_scaled = self._sampler.num_read - self._num_read_before, self._loss_scale.is_used
         of_own = num_read, self._num_weighted, int(is_scaled), int(self._is_at_end)
         self._accumulator.counts = Counts(self._cursor.num_own, None, *of_own)
@@ -201,7 +201,7 @@ class OpenStep(Steps):
                 raise RuntimeError(self._who_is_missing())
 
     def end_epoch(self, end_step: Callable[[], Any]) -> None:
-        """End the step, and take part in those of cores that have more minibatches of the epoch, until none has.
+        """End the step, and take part in the steps of cores that have more minibatches of the epoch, until none has.
 
         The number of cores that are here is summed with the gradients of each step. In lockstep, no core may have more
         than others.
@@ -217,7 +217,7 @@ class OpenStep(Steps):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Within, a wait for the other cores that exceeds the time-out raises with their positions."""
+        """In this context, waiting for the other cores beyond the time-out raises an error with their positions."""
         began = time.monotonic()
         try:
             yield

@@ -88,26 +88,26 @@ class CustomOptimizer(OptimizerProxy):
         sampler: the source of the minibatches: a :class:`DataLoader`, a :class:`CustomSampler`, a :class:`Stream`, or
             another loader that reads one of these.
         rule: computes the settings of a step from its batch size: a rule, or its name, such as ``"linear"``,
-            ``"adascale"`` or ``"adam:half-life"``; or one for each of several optimizers. It is copied, so that it may
-            be used again: what is measured is in the attribute `rule`.
+            ``"adascale"`` or ``"adam:half-life"``; or one for each of several optimizers. It is copied, so it can be
+            used again; the attribute `rule` holds what is measured.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         ref_batch_size: the same.
-        log_steps: log every N steps on core 0, also if logging is not configured; 0 for never.
+        log_steps: log every N steps on core 0, even if logging is not configured; 0 for never.
         clip_grad_norm: the largest norm of a step's mean gradient over all parameters; None for no limit.
         model: whose buffers (BatchNorm's statistics) the padding minibatch of an idle core must not change.
         smooth_steps: spread a jump of the factor over N steps (:class:`Transition`).
         max_factor: the largest factor; None for no limit.
         skip_nonfinite: skip the update where the gradient is not finite, on all cores together. With ``GradScaler``,
-            such updates are always skipped. None for True where the gradients are measured and it costs no further
-            wait for the device (:class:`Flow`), otherwise False.
+            such updates are always skipped. None means True where the gradients are measured and it costs no extra wait
+            for the device (:class:`Flow`), otherwise False.
         gradient_as_bucket_view: leave gradients where they are, zeroed in place, and let autograd accumulate there, for
             CUDA graphs and to save the memory of one gradient; they must then not be modified, nor may a parameter be
             frozen, added or converted within a step.
-        measure_noise: measure the gradient noise though the rule does not need it, for `noise_scale` and `gain()`.
+        measure_noise: measure the gradient noise even if the rule does not need it, for `noise_scale` and `gain()`.
             ``"norm layers"`` also measures it in steps of one minibatch, by the samples' gradients of the model's
             normalization layers (:class:`NormLayers`). ``"own norm"`` measures it every 16 steps in the norm that fits
             the steps of `inner`: ℓ1 for Adam, Lion and the like, the nuclear norm for Muon (:class:`OwnNorms`).
-        smoothing: how the noise is averaged, that of a rule as well: a number, a function or ``"paper"``; None for an
+        smoothing: how the noise is averaged, including that of a rule: a number, a function or ``"paper"``; None for an
             average that remembers at least 20 steps (:class:`NoiseRule`).
         exact: sum so that the weights are the same to the last bit on any number of cores; see the page on exactness.
         seed_minibatches: seed the random generators before each minibatch, so that its random numbers do not depend on
@@ -304,8 +304,8 @@ class CustomOptimizer(OptimizerProxy):
             last: in :class:`OpenSteps`, whether this is the core's last minibatch of the step.
 
         Returns:
-            Whether the step is complete; False while accumulating. With a closure, what that returned. If the update
-            was skipped, the step is complete, too; `updated` is whether the weights changed.
+            Whether the step is complete; False while accumulating. With a closure, its result. If the update was
+            skipped, the step is complete, too; `updated` is whether the weights changed.
         """
         if torch.compiler.is_dynamo_compiling():  # a function that contains a whole step
             return self._step_eagerly(closure, weight=weight, loss=loss, last=last)
@@ -355,7 +355,7 @@ class CustomOptimizer(OptimizerProxy):
         try:
             if "found_inf" in self.__dict__:
                 self._unscale(plan)
-            # the sum of the weights divides the gradient: in open steps without weights, it is their number
+            # the sum of the weights divides the gradient: in open steps without weights, the number of minibatches
             self._accumulator.accumulate(plan, 1.0 if weight is None and plan.is_open else weight)
             if plan.is_padding and not plan.is_idle:
                 self._buffers.restore_before_padding()
@@ -529,9 +529,9 @@ class CustomOptimizer(OptimizerProxy):
                 loss_of(model(minibatch)).backward()
                 optimizer.step(weight=num_tokens(minibatch))
 
-        :meth:`step` follows each of them, and takes no `last`. To leave the loop early, call
-        :meth:`end_step` before. In lockstep, as with ``fully_shard``, a core that has no more gets padding until all
-        are done: its latest minibatch once more.
+        Call :meth:`step` after each of them, without `last`. To leave the loop early, call :meth:`end_step` first. In
+        lockstep, as with ``fully_shard``, a core that has no more gets padding until all are done: its latest minibatch
+        once more.
 
         Args:
             own: the minibatches, of any number, which may be 0.
@@ -540,7 +540,7 @@ class CustomOptimizer(OptimizerProxy):
         yield from self._steps.minibatches(own, padding, self, self._prepare_next)
 
     def halves(self, *data: Any, every: int = 20) -> Iterator[Any]:
-        """Yield a minibatch, in every N-th step that consists of this one alone as two halves, to measure the noise.
+        """Yield a minibatch, or its halves in every N-th step if it is the step's only one, to measure the noise.
 
             for data, target in loader:
                 for x, y in optimizer.halves(data, target):
@@ -550,12 +550,12 @@ class CustomOptimizer(OptimizerProxy):
         One minibatch alone shows no gradient noise. Its halves are two minibatches of half the size: their
         mean is the gradient of the step, and their norms estimate the noise without bias. Each estimate counts once in
         the averages, however many steps are between two: the memory of `smoothing` is in estimates. Every rank must
-        call it, and ``step()`` follows each yield. Forward and backward passes run with two batch shapes, and only
+        call it, and ``step()`` must follow each yield. Forward and backward passes run with two batch shapes, and only
         those.
 
         Args:
-            data: tensors whose first dimension is the minibatch, or lists, tuples and mappings of these; what else
-                there is in them is passed on. One argument is yielded as it is, several as a tuple.
+            data: tensors whose first dimension is the minibatch, or lists, tuples and mappings of these; anything else
+                in them is passed on. One argument is yielded as it is, several as a tuple.
             every: from one such step to the next.
         """
         check_positive(every=every)
@@ -563,11 +563,11 @@ class CustomOptimizer(OptimizerProxy):
 
     @property
     def num_parts(self) -> int:
-        """In how many parts the latest minibatch is run: 2 if :meth:`halves` has split it, else 1."""
+        """How many parts the latest minibatch is run in: 2 if :meth:`halves` has split it, else 1."""
         return self._cursor.num_parts
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Start an epoch, together with the sampler. Call it before each pass over the loader, here or there.
+        """Start an epoch, together with the sampler. Call it before each pass over the loader, here or on the sampler.
 
         Gradients that :meth:`step` has not taken are dropped, and so is a step that is not complete. Until the first
         minibatch of the pass, calling it again with the same arguments, here or on the sampler, changes nothing.
@@ -598,10 +598,10 @@ class CustomOptimizer(OptimizerProxy):
         self._watch(True)
 
     def _follow_reassigned(self) -> None:
-        """Go on with the minibatches of another rank, after cores have joined or left."""
+        """Continue with the minibatches of another rank, after cores have joined or left."""
         self._runs = self.sampler.new_count()
         self._buffers.expect_skips(self.skip_nonfinite or self._loss_scale.is_used)
-        if not self._cursor.is_accumulating:  # otherwise there is one of before the step
+        if not self._cursor.is_accumulating:  # otherwise there is one from before the step
             upcoming = self._cursor.next
             self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
         self._prepare_next()
@@ -610,7 +610,7 @@ class CustomOptimizer(OptimizerProxy):
         self._steps.settle()
 
     def _watch(self, is_on: bool) -> None:
-        """Have hooks on the model, which are needed in a pass only, or none."""
+        """Add or remove the hooks on the model, which are needed only in a pass."""
         self._buffers.watch(is_on)
         self._seeder.watch(is_on)
 
@@ -652,9 +652,9 @@ class CustomOptimizer(OptimizerProxy):
             parts: schedulers of torch for this optimizer or for `inner`, a :class:`Log`, a :class:`Checkpoint`.
             per: the unit of schedulers: ``"update"``; ``"epoch"``; ``"samples"``; ``"tokens"``, the sum of the weights
                 passed to :meth:`step`; or ``"progress"``, in steps at `ref_batchsize`, which with AdaScale is the sum
-                of the gains. Where the progress is computed on the device, it is that before the latest step.
-            every: how many units a scheduler's step takes; None for `ref_batchsize` samples, so that a schedule that
-                was written for that batch size keeps its meaning, and otherwise for 1.
+                of the gains. Where the progress is computed on the device, it is the progress before the latest step.
+            every: how many units a scheduler's step takes; it must be given for tokens. None for `ref_batchsize`
+                samples, so that a schedule that was written for that batch size keeps its meaning, and otherwise for 1.
         """
         for part in parts:
             self._attachments.add(part, self, per=per, every=every)
@@ -682,8 +682,9 @@ class CustomOptimizer(OptimizerProxy):
             num_epochs: how many epochs the whole run has, including those done before; None for all of the trace.
             progress: end the run after the step that reaches this :attr:`progress`, even within an epoch. The loader
                 then has no more minibatches. With a larger value, the run resumes there.
-            samples: likewise, this number of samples.
-            tokens: likewise, this sum of the weights passed to :meth:`step`, which waits for the device in every step.
+            samples: likewise, at this number of samples.
+            tokens: likewise, at this sum of the weights passed to :meth:`step`, which waits for the device in every
+                step.
 
         Raises:
             ValueError: at the start, if the trace holds fewer epochs.
@@ -762,7 +763,7 @@ class CustomOptimizer(OptimizerProxy):
             size = schedule.batch_size(plan.step - 1) if plan.step else self.ref_batchsize
             of_one = schedule.minibatch_size
         totals, layers = self._accumulator.totals, self._accumulator.norm_layers
-        is_drawn = totals is None or totals.read == totals.own  # whether the samples are those of the loader
+        is_drawn = totals is None or totals.read == totals.own  # whether all samples come from the loader
         return Step(
             size,
             of_one,
@@ -797,7 +798,7 @@ class CustomOptimizer(OptimizerProxy):
 
     @property
     def late_progress(self) -> float:
-        """The progress as far as the host knows it without a wait: on an accelerator maybe without the latest step."""
+        """The progress that the host has without waiting: on an accelerator, it might not include the latest step."""
         return self._flow.late_progress
 
     @property
@@ -828,7 +829,7 @@ class CustomOptimizer(OptimizerProxy):
 
     @property
     def noise_scale_in_samples(self) -> float | None:
-        """The same always in samples, converted by their mean weight; None before the first estimate."""
+        """The noise scale, always in samples, converted by their mean weight; None before the first estimate."""
         return self._flow.noise_meter().scale_in_samples()
 
     @property
@@ -886,7 +887,7 @@ class CustomOptimizer(OptimizerProxy):
         self._communicator.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that :meth:`step` has not taken, such as of another loss; after ``step()`` there are none."""
+        """Drop gradients that :meth:`step` has not taken, such as those of another loss; ``step()`` leaves none."""
         self._accumulator.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
@@ -927,7 +928,7 @@ class CustomOptimizer(OptimizerProxy):
             state_dict = state_dict if changed is None else changed
         if STATE_KEY not in state_dict:
             advice = "load the state of an optimizer of torch into `optimizer.inner`"
-            raise ValueError(f"the state has no {STATE_KEY!r}, so it is not of this library: {advice}")
+            raise ValueError(f"the state has no {STATE_KEY!r}, so it was not saved by this library: {advice}")
         own = state_dict[STATE_KEY]
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
         self._flow.forget(own.get("late_progress"))

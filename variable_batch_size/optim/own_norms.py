@@ -1,8 +1,9 @@
 """OwnNorms: gradient noise in the norm that fits a step: ℓ1 for steps by sign, the nuclear norm for those of Muon.
 
-A step d(g) by sign is the direction of unit size in the largest element that follows g most, so that ⟨d(g), g⟩ = ‖g‖ is
-its ℓ1 norm; with d(g) = U·Vᵀ of g = U·S·Vᵀ and the largest singular value, it is the nuclear norm. Let a sample's
-gradient have mean μ and, in each element, standard deviation σ. The noise scale in such a norm,
+A step d(g) by sign is the direction that follows g most among those whose largest element is 1, so that ⟨d(g), g⟩ = ‖g‖
+is the ℓ1 norm of g. With the largest singular value in place of the largest element, d(g) = U·Vᵀ for g = U·S·Vᵀ, and
+‖g‖ is the nuclear norm. Let a sample's gradient have mean μ and, in each element, standard deviation σ. The noise scale
+in such a norm,
 
     φ = ‖σ‖² / ‖μ‖²,
 
@@ -13,12 +14,13 @@ a step's progress by sign, ⟨d(ḡ), μ⟩², is in proportion to 1/(1 + c·φ/
 elements, and 2/π if it is normally distributed over them: the form of AdaScale's gain, whose noise scale is that of
 ‖·‖₂.
 
-V = ‖σ‖² and G² = ‖μ‖² are estimated from n minibatches. The root of an unbiased variance is low by c₄(n) for normal
-noise, and divided by it. No estimate of ‖μ‖ is without bias: ‖ḡ‖ is too large where there is noise, by far at B < φ.
-But one minibatch's step has no noise in common with the gradient of another. With L the mean of ‖g_i‖ and h that of
-⟨d(g_i), g_k⟩ over all pairs i ≠ k, which is the progress of a step of one minibatch without bias, G² = h·L. It is 0 on
-average where there is no signal, ‖μ‖² where there is little noise, and exact in between if μ/σ is normally distributed.
-From N samples without replacement, the mean of the others is (N·μ − b·g_i)/(N − b), so that h = ((N − b)·h' + b·L)/N.
+V = ‖σ‖² and G² = ‖μ‖² are estimated from n minibatches. The root of an unbiased variance is too low by the factor c₄(n)
+for normal noise, and is divided by it. No estimate of ‖μ‖ is without bias: ‖ḡ‖ is too large where there is noise, and
+far too large at B < φ. But one minibatch's step has no noise in common with the gradient of another. With L the mean of
+‖g_i‖ and h the mean of ⟨d(g_i), g_k⟩ over all pairs i ≠ k, which estimates the progress of a step of one minibatch
+without bias, G² = h·L. It is 0 on average where there is no signal, ‖μ‖² where there is little noise, and exact in
+between if μ/σ is normally distributed. From N samples without replacement, the mean of the others is
+(N·μ − b·g_i)/(N − b), so that h = ((N − b)·h' + b·L)/N.
 """
 
 import math
@@ -46,13 +48,13 @@ _KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("lion", "sign", "adam", "adagrad", "adafactor", "rms", "rprop"), "sign"),
     "sgd": "euclidean",
 }
-_ROUNDS = 16  # of Newton's iteration: singular values from 1e-4 of the norm on become 1
+_ROUNDS = 16  # of Newton's iteration: singular values of at least 1e-4 of the norm become 1
 
 
 def make_own_norms(
     inner: Optimizer, communicator: Communicator, *, rule: Rule, exact: bool, is_view: bool, population: int | None
 ) -> "OwnNorms":
-    """Those of an optimizer, unless one of its options excludes them."""
+    """The OwnNorms of an optimizer; raises if one of its options excludes them."""
     refused = {
         "exact=True": exact,
         "gradient_as_bucket_view=True": is_view,
@@ -114,7 +116,7 @@ class OwnNorms:
         numbers[-3:] += torch.stack([w, w * w, (w > 0).to(w)])
 
     def _add(self, p: torch.Tensor, gradient: torch.Tensor, kind: Kind, w: torch.Tensor) -> torch.Tensor:
-        """Add a gradient; returns its norm, or in the Euclidean case the square of that per unit of weight."""
+        """Add a gradient; returns its norm, or in the Euclidean case its square per unit of weight."""
         w = w.to(gradient)
         inverse = torch.where(w > 0, 1 / w, 0.0)
         if kind == "euclidean":
@@ -246,7 +248,7 @@ def noise_in_norm(
         mean_norm: L, the mean of ‖g_i‖ over the minibatches.
         progress: h', the mean of ⟨d(g_i), g_k⟩ over pairs of different minibatches.
         minibatch_size: b, in samples.
-        population: N, samples that those of the step are drawn from without replacement; None for no end.
+        population: N, samples from which those of the step are drawn without replacement; None for no end.
 
     >>> noise_in_norm(6.0, 2.0, 0.5, minibatch_size=4)
     Noise(variance=36.0, square_norm=1.0)

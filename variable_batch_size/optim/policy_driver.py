@@ -19,13 +19,13 @@ Record = dict[str, Any]
 
 
 def agree(optimizer: Any, numbers: Sequence[int] | Integers) -> list[int]:
-    """Sum integers over all ranks, also those that share samples. Every rank calls it, all but rank 0 with zeros."""
+    """Sum integers over all ranks, even those that share samples. Every rank calls it, all but rank 0 with zeros."""
     communicator = everyone_for(optimizer.parameters(), optimizer.sampler.process_group)
     if communicator.num_replicas == 1:
         return [int(number) for number in numbers]
     device = next(iter(optimizer.parameters())).device
     with devices.preserve_rng(device):
-        communicator.flush()  # else the update would be another program, together with the sum
+        communicator.flush()  # otherwise the update would be another program, together with the sum
         total: list[int] = communicator.total(torch.tensor(numbers, dtype=torch.int64).to(device)).tolist()
     return total
 
@@ -48,12 +48,12 @@ class PolicyDriver:
         self._timing = PolicyTiming(schedule.policy)
         self.clock: Callable[[], float] = time.perf_counter  # in seconds
         self._listeners: list[Callable[[Record], Any]] = []
-        self._began: float | None = None  # when the current step did
-        self._began_update: float | None = None  # when its update did, if the host waits for it, on one core
+        self._began: float | None = None  # when the current step began
+        self._began_update: float | None = None  # when its update began, if the host waits for it, on one core
         device = next(iter(optimizer.parameters())).device
         self._times_updates = schedule.num_replicas == 1 and device.type == "cpu"
         self._spent: dict[int, float] = {}  # the seconds of all steps, on each number of cores
-        self._pass = self._num_in_pass = 0  # of the sampler, that of the latest step; its steps so far
+        self._pass = self._num_in_pass = 0  # the sampler's pass in the latest step; the steps of that pass so far
         situation = self._situation()
         self._append(self._timing.answer(situation), situation)
 
@@ -64,7 +64,7 @@ class PolicyDriver:
             listener(self.latest)
 
     def before_update(self) -> None:
-        """All minibatches of the step were run."""
+        """Call it when all minibatches of the step have run."""
         self._began_update = self.clock() if self._times_updates else None
 
     def after_step(self, step: int) -> None:
@@ -114,7 +114,7 @@ class PolicyDriver:
         return self._timing.times.seconds(self._schedule.num_replicas)
 
     def _decide(self) -> None:
-        """Let rank 0 decide, and broadcast its decision to all ranks, also to those that share its samples."""
+        """Let rank 0 decide, and broadcast its decision to all ranks, including those that share its samples."""
         communicator = everyone_for(self._optimizer.parameters(), self._optimizer.sampler.process_group)
         situation = self._situation()
         decision = self._timing.answer(situation) if communicator.rank == 0 else Decision(0, "decided by core 0")

@@ -1,4 +1,4 @@
-"""Finds out whether updates of an inner optimizer have the form that a rule assumes, by trying a small parameter."""
+"""Tests, on a small parameter, whether updates of an inner optimizer have the form that a rule assumes."""
 
 import copy
 import functools
@@ -56,7 +56,7 @@ class _Trial:
         return self._optimizer.state[self._p]  # type: ignore[no-any-return]
 
     def updates(self, number: int, *, factor: float = 1.0) -> torch.Tensor:
-        """The change by the last of some updates, with the gradient times a factor."""
+        """The change made by the last of `number` updates, with the gradient times a factor."""
         step: Any = type(self._optimizer).step
         before = self._p.detach()
         for _ in range(number):
@@ -77,7 +77,7 @@ def _has_two_betas(settings: Mapping[str, Any]) -> bool:
 
 
 def _tried(question: _Question) -> _Question:
-    """The answer is None if the optimizer cannot be made, makes no update of a gradient alone, or a random one."""
+    """The answer is None if the optimizer cannot be made, makes no update from a gradient alone, or a random one."""
 
     @functools.wraps(question)
     def answer(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
@@ -88,7 +88,7 @@ def _tried(question: _Question) -> _Question:
         except Exception:
             return None
         finally:
-            # of threads, another one may have drawn in the meantime
+            # another thread may have drawn in the meantime
             if threading.current_thread() is threading.main_thread() and not torch.equal(before, torch.get_rng_state()):
                 torch.set_rng_state(before)
 

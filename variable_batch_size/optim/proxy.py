@@ -64,7 +64,7 @@ class OptimizerProxy(Optimizer):
 
 
 def _found(inner: Any) -> str:
-    """What was passed in the place of an optimizer of torch, and what to do."""
+    """What was passed in place of an optimizer of torch, and what to do."""
     if isinstance(inner, OptimizerProxy):
         return f"got {type(inner).__name__}, which has one already: pass its `inner`"
     found = f"the class {inner.__name__}" if isinstance(inner, type) else type(inner).__name__
@@ -137,7 +137,7 @@ class MultiOptimizer(Optimizer):
         return next((one for one in others if any(group is own for own in one.param_groups)), last)
 
     def check_groups(self) -> None:
-        """Raise if a group was added to one of the optimizers, whose rule would not be found."""
+        """Raise if a group was added to one of the optimizers: its rule would not be found."""
         for optimizer, num_groups in zip(self.optimizers, self._num_groups, strict=True):
             if len(optimizer.param_groups) != num_groups:
                 found = f"{num_groups} parameter groups and has {len(optimizer.param_groups)}"

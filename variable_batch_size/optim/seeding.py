@@ -30,7 +30,7 @@ class MinibatchSeeder:
     So the random numbers of a minibatch are the same on any number of ranks, after a resume, and in a replay.
     Generators are seeded after each minibatch, and again when the next one is requested after an evaluation or after
     one of another source. Those of torch are seeded once more when the model runs, so that a loader that starts in
-    between does not count. Loader workers have their own generators. On XLA, ranks are threads of one process and share
+    between has no effect. Loader workers have their own generators. On XLA, ranks are threads of one process and share
     the host's generators: there only the device's is seeded. Without a model, evaluations cannot be recognized.
     """
 
@@ -47,7 +47,7 @@ class MinibatchSeeder:
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, is_on: bool) -> None:
-        """Notice from now on when the model runs, instead of a seeder of another optimizer for it; or no longer."""
+        """Start or stop watching for runs of the model, in place of another optimizer's seeder."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -76,7 +76,7 @@ class MinibatchSeeder:
             return
         is_run_next = is_run_next and not self._is_xla
         is_seeded = _Generators.source is not None and _Generators.source() is self._source
-        # have the hook again that a seeder of another source has replaced since, if the model has optimizers for both
+        # add the hook again if a seeder of another source has replaced it, as the model may have optimizers for both
         if is_run_next and not is_seeded and any(hook.id not in (hook.hooks_dict_ref() or ()) for hook in self._hooks):
             self.watch(True)
         if is_first or self._was_evaluated or (is_run_next and not is_seeded):

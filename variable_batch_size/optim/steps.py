@@ -98,7 +98,7 @@ class Halves:
         self.next = 0
 
     def of(self, data: tuple[Any, ...], runs: RunCount, every: int) -> Iterator[Any]:
-        """A minibatch, in every N-th step that consists of this one alone as two halves."""
+        """A minibatch, or its two halves in every N-th step if it is the step's only one."""
         if self.next:
             self.refuse_order()
         plan = self._cursor.next
@@ -140,7 +140,7 @@ class Halves:
         if not self._measures:
             raise ValueError(f"halves() needs a rule that measures noise, or `measure_noise=True`, got {self._rule!r}")
         if sampler.needs_weights:
-            raise ValueError("halves() needs minibatches of equal size, which those of a TokenBudget are not")
+            raise ValueError("halves() needs minibatches of equal size, but those of a TokenBudget differ")
         if sampler.minibatch_size % 2:
             raise ValueError(f"`minibatch_size` must be even for halves(), got {sampler.minibatch_size}")
         if self._rule.sums_gradients:
@@ -150,7 +150,7 @@ class Halves:
         if sampler.is_shared:
             raise ValueError("halves() needs a sampler of one optimizer, but several are attached to this one")
         if sampler.shares is not None or sampler.schedule.is_open:
-            raise ValueError('halves() needs steps that are known before, and assign="round robin"')
+            raise ValueError('halves() needs steps that are known in advance, and assign="round robin"')
         return plan is not None and plan.num_minibatches == 1 and plan.step % every == 0
 
 

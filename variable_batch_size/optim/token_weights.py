@@ -21,7 +21,7 @@ class TokenWeights:
         self.unread: torch.Tensor | None = None  # the rest of it, one element on the device
 
     def checked(self, weight: Weight | None) -> Weight | None:
-        """The weight of a minibatch as a number, or a scalar on the device, whose value is not waited for."""
+        """The weight of a minibatch as a number, or a scalar on the device, without waiting for its value."""
         if weight is None and self._is_required:
             raise ValueError(
                 "`weight` must be passed to step(): minibatches of a TokenBudget hold different numbers of tokens. "
@@ -42,7 +42,7 @@ class TokenWeights:
         if isinstance(weight, torch.Tensor):
             # these represent all integers up to 2,048 and 256 only
             if weight.dtype in (torch.float16, torch.bfloat16) or weight.is_complex():
-                rule = "`weight` must have a dtype that represents large integers, as int64 or float32"
+                rule = "`weight` must have a dtype that represents large integers, such as int64 or float32"
                 raise ValueError(f"{rule}, got {weight.dtype}: sum a mask before converting it")
             if weight.device.type != "cpu":
                 return weight.detach().reshape(()).to(self._device, self._dtype)

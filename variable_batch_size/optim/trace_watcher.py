@@ -14,7 +14,7 @@ from variable_batch_size.schedules.watched import WatchedSchedule
 
 
 class TraceWatcher:
-    """Lets rank 0 look at the file every so many steps, and all ranks replace their rows by those it has found.
+    """Lets rank 0 look at the file every so many steps, and all ranks replace their rows with those that it has found.
 
     The ranks sum one integer to agree that nothing has changed, and otherwise the rows. What each rank has read at the
     start is replaced as well, as the file may have changed in between.
@@ -48,7 +48,7 @@ class TraceWatcher:
         schedule.fix_after(step + 1)
 
     def _replace(self, rows: Integers | None, schedule: WatchedSchedule, *, is_first: bool = False) -> None:
-        """Replace the rows on all ranks by those of rank 0, if it has any; at first all of them."""
+        """Replace the rows on all ranks with those of rank 0, if it has any; at first all of them."""
         (number,) = agree(self._optimizer, [0 if rows is None else len(rows)])
         if number:
             rows = np.zeros(number, dtype=np.int64) if rows is None else rows

@@ -177,7 +177,7 @@ class Wrappers:
             )
 
     def disable_ddp_allreduce(self, communicator: Communicator) -> None:
-        """Switch off DDP's all-reduce, which is wrong if ranks have different numbers of minibatches, or hangs."""
+        """Switch off DDP's all-reduce, which is wrong or hangs if ranks have different numbers of minibatches."""
         is_alone = communicator.num_replicas == 1
         for ddp in self.ddp:
             if ddp.static_graph and not is_alone:
@@ -251,7 +251,7 @@ class Wrappers:
                 raise RuntimeError(f"{rule}, but {type(one).__name__} has some: pass both optimizers as a list")
 
     def _watch_other_optimizers(self) -> None:
-        """Check every optimizer when it makes its first step: where the model is not known, or may have been hidden."""
+        """Check every optimizer at its first step, if the model is not known or may have been hidden."""
         record, checked = weakref.ref(self), weakref.WeakSet[Optimizer]()
 
         def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -317,7 +317,7 @@ def _hooked(parameters: Iterable[torch.Tensor]) -> set[torch.Tensor]:
 
 
 def _is_frozen() -> bool:
-    """Whether ``gc.freeze()`` was called with torch loaded, many thousand objects; Python 3.12 starts with 375."""
+    """Whether ``gc.freeze()`` was called with torch loaded: many thousand objects; Python 3.12 starts with 375."""
     return gc.get_freeze_count() > 10_000
 
 
@@ -365,7 +365,7 @@ def refuse_divide_factor(modules: Iterable[Any]) -> None:
     for factor in factors:
         if factor is not None:
             called = f"set_gradient_divide_factor({factor}) was called after the optimizer was made"
-            raise RuntimeError(f"{called}, which needs the mean over the ranks: multiply the loss by a factor instead")
+            raise RuntimeError(f"{called}, but it needs the mean over the ranks: multiply the loss by a factor instead")
 
 
 def refuse_left_out(others: Collection[torch.Tensor]) -> None:

@@ -83,8 +83,8 @@ def corrected_for_bias(
 ) -> dict[str, Any]:
     """Settings that give Adam the correct bias correction after its betas have varied.
 
-    Adam's averages start at 0, and after t updates (`num_updates`, with the coming one) their weights sum to 1 − Π β_i
-    (`products`). Adam divides by 1 − β^t instead, with the current β. Its step
+    Adam's averages start at 0, and after t updates (`num_updates`, including the next one) their weights sum to
+    1 − Π β_i (`products`). Adam divides by 1 − β^t instead, with the current β. Its step
 
         lr · (m / b1) / (√(v / b2) + ε)    with b = 1 − β^t in place of c = 1 − Π β_i
 

@@ -18,7 +18,7 @@ class NoiseRule(Rule):
         starts_with_mean: average the first steps as in the AdaScale paper; otherwise debias (:class:`NoiseAverage`).
         smoothing: the decay θ of the average in a step: a number, a function of the scale S, or ``"paper"``; None for
             one that remembers at least 20 steps (:func:`decay_at`). Steps without an estimate do not count: with
-            ``optimizer.halves(…)`` or ``measure_noise="own norm"`` it remembers 20 estimates. That of
+            ``optimizer.halves(…)`` or ``measure_noise="own norm"`` it remembers 20 estimates. An estimate of
             ``"norm layers"``, from all samples of a step, counts as those of the 16 steps until the next one.
     """
 
@@ -76,15 +76,15 @@ class AdaScaleRule(NoiseRule):
 class AdamScaleRule(NoiseRule):
     """lr = lr0 · √gain for Adam, with the gain of preconditioned gradients.
 
-    Adam divides gradients by the root of its second moment, so the noise is measured after the same division. Excluded
-    from the norms are parameters that Adam has not updated often enough, and elements whose root is below a
-    tenth of the root mean square of their tensor.
+    Adam divides gradients by the root of its second moment, so the noise is measured after the same division.
+    Parameters that Adam has not updated often enough are excluded from the norms, and so are elements whose root is
+    below a tenth of the root mean square of their tensor.
 
     Args:
         starts_with_mean: see :class:`NoiseRule`.
         smoothing: see :class:`NoiseRule`.
-        min_updates: from how many updates of a parameter on its second moment is used; the inverse of the mean of a few
-            squares has no finite variance.
+        min_updates: how many updates a parameter needs before its second moment is used; the inverse of the mean of a
+            few squares has no finite variance.
     """
 
     preconditions = True
@@ -112,8 +112,8 @@ class SurgeRule(NoiseRule):
 
     It rises as √B below Bn, peaks there, and falls as 1/√B above it (Li et al. 2024, "Surge phenomenon in optimal
     learning rate and batch size scaling"), per parameter group. A step is worth its gain. Before the first estimate the
-    factor is min(√S, 1/√S), its lower bound. With ``measure_noise="own norm"`` Bn is that of the ℓ1 norm, which is the
-    one of steps by sign, and otherwise that of the Euclidean norm.
+    factor is min(√S, 1/√S), its lower bound. With ``measure_noise="own norm"``, Bn is measured in the ℓ1 norm, which
+    fits steps by sign, and otherwise in the Euclidean norm.
 
     >>> rule, step = SurgeRule(), Step(batch_size=400, minibatch_size=100, ref_batchsize=100)
     >>> rule.scaled(1.6, step)  # the gain at Bn = B0

@@ -9,14 +9,15 @@ measured L = Σ w_i ‖g_i‖² and T = ‖ḡ‖² of n minibatches satisfy
 Both are *per sample*: they do not depend on the batch size, minibatch size or number of cores, and are never rescaled
 when one of these changes. If b_i are numbers of tokens, B is the number of tokens of the step, and V is *per token*.
 
-An epoch draws from N samples without replacement, which is known of a shuffled data set and not of a stream. Let G be
-the mean gradient of these N, and V their covariance with the divisor N − 1. The mean of b of them then has
+An epoch draws from N samples without replacement, which is known for a shuffled data set, but not for a stream. Let G
+be the mean gradient of these N, and V their covariance with the divisor N − 1. The mean of b of them then has
 E‖g_i‖² = G² + V/b − V/N, so that for any b_i
 
     E L = G² + V · n/B − V/N,   E T = G² + V/B − V/N,   solved without bias by the same V,   G² = T − V/B + V/N
 
-Without the last term G² would be low by V/N, and the noise scale V/G² twice too large at N/2. It is exact for samples
-whose gradients are the same in each epoch; random augmentation and dropout make it too large by their part of V/N.
+Without the last term, G² would be too low by V/N, and the noise scale V/G² twice too large at N/2. It is exact for
+samples whose gradients are the same in each epoch; random augmentation and dropout make it too large by their part of
+V/N.
 
 The gradients of the B samples themselves, where they are known for some parameters, are those of minibatches of one
 sample: n = B, so that one minibatch in a step is enough.
@@ -45,8 +46,8 @@ _LEAST_DECAY = 0.95  # remembers 20 steps
 _LEAST_STEPS = 4.0  # independent ones, for an interval
 _TINY = 1e-30  # keeps V/B positive: a gradient of exactly 0 then has gain S instead of 0/0
 _OUTLIER = (
-    "step %d makes %.0f %% of the gradient noise averaged over %d steps: the noise scale and the gain follow this step "
-    "for long; look for an outlier in its loss or gradients"
+    "step %d makes up %.0f %% of the gradient noise averaged over %d steps, and dominates the noise scale and the gain "
+    "for a long time: look for an outlier in its loss or gradients"
 )
 
 
@@ -74,7 +75,7 @@ class Noise:
             square_of_mean: T = ‖ḡ‖².
             batch_size: B, samples or tokens in all minibatches.
             num_minibatches: n, at least 2.
-            population: N, samples or tokens that those of the step are drawn from without replacement; None for no end.
+            population: N, samples or tokens from which the step's are drawn without replacement; None for no end.
 
         >>> Noise.from_norms(2.0, 1.0, batch_size=2, num_minibatches=2)
         Noise(variance=2.0, square_norm=0.0)
@@ -122,7 +123,7 @@ def decay_at(scale: Number, smoothing: Smoothing) -> Number:
     """θ, the weight of the average before a step at scale S, where the step has 1 − θ.
 
     By default θ = max(1 − S/1000, 0.95): a step at a large scale carries more information and makes more progress, but
-    no average remembers less than 20 steps. ``"paper"`` is max(1 − S/1000, 0), which from S = 1000 on averages nothing.
+    no average remembers less than 20 steps. ``"paper"`` is max(1 − S/1000, 0), which averages nothing for S ≥ 1000.
 
     >>> decay_at(4.0, None), decay_at(2000.0, None), decay_at(2000.0, "paper"), decay_at(4.0, 0.9)
     (0.996, 0.95, 0.0, 0.9)
@@ -159,8 +160,8 @@ class NoiseAverage:
     def add(self, noise: Noise, scale: Number, is_counted: Condition = True, *, steps: Number = 1) -> Number:
         """Add the estimate of one step at scale S, if it counts; returns the part of the average that it makes.
 
-        It counts as that of several steps, if only one of so many has an estimate. The part is 0 unless it is clearly
-        more than the weight of the step.
+        It counts as the estimate of `steps` steps, if only one in that many has an estimate. The part is 0 unless it is
+        clearly more than the weight of the step.
         """
         decay = decay_at(scale, self.smoothing) ** steps
         if self.starts_with_mean:
@@ -288,7 +289,7 @@ class SampleNoise:
 
     @property
     def averages(self) -> list[NoiseAverage]:
-        """All of them."""
+        """All averages."""
         return [self.average, self.beside, *self.of_groups]
 
     def add(self, noise: Noise, step: Step, has_several: Condition, is_counted: Condition, num_groups: int) -> None:
@@ -424,7 +425,7 @@ class NoiseMeter:
                     noise = self._with_samples(
                         noise, group, step, measured, sizes, has_several, is_estimate & is_active
                     )
-                found.append(noise)  # 0 of a group that is not active
+                found.append(noise)  # 0 for a group that is not active
                 average = self.averages[group]
                 part = average.add(noise, step.scale, is_estimate & is_active, steps=steps)
                 if part > 0.5 and average.count >= 10 and not self._has_warned:
@@ -500,7 +501,7 @@ class NoiseMeter:
         self._spread.smoothing = self.smoothing
 
     def has_observed(self, num_groups: int, *, is_weighted: bool, has_samples: bool) -> bool:
-        """Whether a step of so many groups was observed, with weights or without, and with samples if there are any."""
+        """Whether a step of `num_groups` groups was observed, with or without weights, and with samples if any."""
         samples = self.of_samples
         if has_samples and (samples is None or len(samples.of_groups) != num_groups):
             return False

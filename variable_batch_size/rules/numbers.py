@@ -1,6 +1,6 @@
 """Choices between numbers, which are Python numbers or scalar tensors on a device.
 
-A formula in these words, without ``if`` on a measured value, is the same for both: the host need not read the tensor.
+A formula of these functions, without ``if`` on a measured value, works for both: the host need not read the tensor.
 """
 
 import math
@@ -16,7 +16,7 @@ def is_tensor(number: Number) -> bool:
 
 
 def where(condition: Condition, one: Number, other: Number) -> Number:
-    """The first number if the condition holds, otherwise the second. With a tensor as condition, one must be a tensor.
+    """The first number if the condition holds, otherwise the second; one of them must be a tensor if the condition is.
 
     >>> where(True, 1.0, 2.0)
     1.0

@@ -29,9 +29,10 @@ class Step:
         steps_done: steps before this one.
         weight: the sum of the minibatches' weights, such as the step's tokens; None without weights.
         num_weighted: number of minibatches with a positive weight; None without weights.
-        population: samples of the data set that those of the step are drawn from without replacement; None if unknown.
+        population: the size of the data set from which the step's samples are drawn without replacement; None if
+            unknown.
         of_samples: the norms of the samples' gradients of normalization layers; None if they were not measured.
-        samples_every: from how many steps one has these norms.
+        samples_every: one step in this many has these norms.
     """
 
     batch_size: int
@@ -86,13 +87,13 @@ class Rule(ABC):
     """Whether these norms are taken after dividing gradients by the root of Adam's second moment."""
 
     min_updates = 1
-    """From how many updates of a parameter on its second moment is used for that."""
+    """How many updates a parameter needs before its second moment is used for that."""
 
     scales_lr = True
     """Whether updates must be in proportion to the learning rate of their step; False if the factor is always 1."""
 
     corrects_bias = False
-    """Whether the rule changes betas, to which Adam's bias correction, and no other, can be adapted."""
+    """Whether the rule changes betas, to which only Adam's bias correction can be adapted."""
 
     checks_inner = True
     """Whether these assumptions are verified on a small parameter when an inner optimizer is wrapped.

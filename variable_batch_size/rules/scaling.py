@@ -118,8 +118,8 @@ class MuonRule(Rule):
     """lr = lr0 · √κ and weight decay = wd0 · √κ, for Muon (``torch.optim.Muon``, Jordan et al. 2024).
 
     κ is S, or the square of the factor if the factor is smoothed or bounded. Muon makes updates of constant size. While
-    noise dominates, one √κ times as large progresses as far as κ reference updates. Multiplying the decoupled weight
-    decay, too, preserves the decay per sample. Momentum is unchanged.
+    noise dominates, an update √κ times as large progresses as far as κ reference updates. Multiplying the decoupled
+    weight decay, too, preserves the decay per sample. Momentum is unchanged.
 
     Args:
         scales_weight_decay: multiply the weight decay by √κ; otherwise the decay per sample falls as 1/√κ.

@@ -10,14 +10,14 @@ from variable_batch_size.checks import check_not_negative
 from variable_batch_size.rules.numbers import Condition, Number, at_least, at_most, is_tensor, where
 from variable_batch_size.rules.rule import Rule, Step
 
-_NUMBERS = (float, Real)  # a float is one, too, which takes longer to find out
+_NUMBERS = (float, Real)  # a float is a Real, too, but that check takes longer
 
 
 class Transition:
     """Bounds a factor and spreads its jumps over steps, because momentum outlives a jump of the learning rate.
 
     When the batch size changes, the factor moves to the rule's in `smooth_steps` equal parts (Lin et al. 2019, "Dynamic
-    mini-batch SGD for elastic distributed training"), also if the rule's factor moves in the meantime.
+    mini-batch SGD for elastic distributed training"), even if the rule's factor moves in the meantime.
 
     Args:
         smooth_steps: steps that a jump is spread over; 0 or 1 for none.
@@ -41,7 +41,7 @@ class Transition:
         return self._at(goal, batch_size)[0]
 
     def move(self, goal: Number, batch_size: Number, is_counted: Condition = True) -> Number:
-        """The same, for a step that is then made. One that does not count changes nothing."""
+        """The same, for a step that is then made. A step that does not count changes nothing."""
         factor, steps_left = self._at(goal, batch_size)
         if is_counted is True:
             self._factor, self._batch_size, self._steps_left = factor, batch_size, steps_left
@@ -112,7 +112,7 @@ class LRScaler:
         return [transition.move(goal, size, is_counted) for transition, goal in pairs]
 
     def has_moved(self, num_groups: int) -> bool:
-        """Whether so many groups have made a step."""
+        """Whether `num_groups` groups have made a step."""
         return len(self._of_groups) >= num_groups and not any(one.is_new for one in self._of_groups)
 
     def map_(self, function: Callable[[Number], Number]) -> None:

@@ -447,7 +447,7 @@ def test_accumulated_bucket_view_cannot_be_dropped():
     backward(model, 1)
     message = (
         r"^With `gradient_as_bucket_view`, zero_grad\(\) cannot drop the gradient of a backward pass without step\(\): "
-        r"it was added to those of the minibatches before\.$"
+        r"it was added to those of earlier minibatches\.$"
     )
     with pytest.raises(RuntimeError, match=message):
         optimizer.zero_grad()
@@ -718,7 +718,7 @@ def with_a_frozen_group(**options):
 
 
 def with_a_group_added_within_a_step(parameters):
-    """Of a step of four minibatches: a group is added after half of them, or on each of two cores after the first."""
+    """The weight and gains of a step of four minibatches; a group is added after half of them, on one core or two."""
     model, _, optimizer = make([4, 4], rule=vbs.rules.AdaScaleRule())
     rank, cores = optimizer.sampler.rank, optimizer.sampler.num_replicas
     for _ in range(2):

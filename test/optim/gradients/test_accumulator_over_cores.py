@@ -378,7 +378,7 @@ class Alike(Communicator):
             tensor.mul_(self.num_replicas)
 
     def broadcast(self, tensors):
-        raise AssertionError("nobody asked for that")
+        raise AssertionError("no broadcast is expected")
 
 
 @pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator])

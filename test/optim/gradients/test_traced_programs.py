@@ -17,7 +17,7 @@ from variable_batch_size.optim import optimizer as module
 FIRST = [12, 4, 8, 20]  # samples in minibatches of 4: on three cores even and uneven shares, and idle cores
 LATER = [24, 4, 28, 8, 32]
 MOST = 6  # as docs/tpus.md has it
-MOST_EXACT = 9  # units are measured and broadcast, minibatches added and summed over cores by graphs of their own
+MOST_EXACT = 9  # separate graphs measure and broadcast units, add minibatches, and sum them over cores
 
 ADAMS = {"adam", "adam:half-life", "adamscale", "surge"}
 RUNS = {rule: {"rule": rule} for rule in (*vbs.rules.RULES, "adam:half-life", "legw:60") if rule != "legw"}

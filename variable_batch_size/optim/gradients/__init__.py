@@ -80,7 +80,7 @@ def make_accumulator(
     if groups and (sampler.shares is not None or sampler.counter is not None):
         problem = "parameters must not be sharded over ranks of one core"
         raise ValueError(
-            f'{problem} with OpenSteps, or unless `assign` is "round robin": these must read the same samples'
+            f'{problem} with OpenSteps, or unless `assign` is "round robin": these ranks must read the same samples'
         )
     options |= {"model_parallel": model_parallel, "model_groups": list(groups)}
     if wrappers.fsdp:

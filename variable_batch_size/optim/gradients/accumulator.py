@@ -68,7 +68,7 @@ class Layout(NamedTuple):
     has_samples: bool  # whether the first numbers are those of norm layers
     measures_samples: bool  # and whether these were measured
     is_weighted: bool
-    multiple: int  # of the mean gradient, which the step's gradient is
+    multiple: int  # the step's gradient is this multiple of the mean gradient
 
     def interpret(self, values: Sequence[Number], n: Number, *, is_finite: bool | None = None) -> Measured:
         """The norms in the numbers of a step of `n` minibatches; for tensors, `is_finite` must be passed."""
@@ -115,7 +115,7 @@ class StepGradient:
 
     @property
     def tells_noise(self) -> bool:
-        """Whether norms were measured, which in the optimizer's own norm is so in some steps only."""
+        """Whether norms were measured, which happens only in some steps in the optimizer's own norm."""
         return self._own is None or any(self._own)
 
     @property
@@ -220,11 +220,11 @@ class GradientAccumulator(ABC):
 
     @abstractmethod
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
-        """Take the gradients of the latest minibatch; with a weight w_i, they are those of a sum over so many."""
+        """Take the gradients of the latest minibatch; with a weight w_i, they are those of a sum, not a mean."""
 
     @abstractmethod
     def reduce(self, plan: StepPlan) -> StepGradient:
-        """Set ``p.grad`` to the gradient of the step over all ranks. An idle rank does not count, not even NaN."""
+        """Set ``p.grad`` to the gradient of the step over all ranks. An idle rank does not count, not even its NaN."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -362,17 +362,17 @@ class GradientAccumulator(ABC):
         return groups if layers is None else [layers.parameters if layers.is_on else [], *groups]
 
     def _num_measured(self) -> int:
-        """The length of :meth:`_measured`, which need not be made for it in every minibatch."""
+        """The length of :meth:`_measured`, without making that list in every minibatch."""
         return len(self.inner.param_groups) + (self.norm_layers is not None)
 
     def _with_samples(self, squares: torch.Tensor | None, of_samples: torch.Tensor) -> torch.Tensor:
-        """The squared norms of a minibatch with those of the samples of norm layers in the first place."""
+        """The squared norms of a minibatch with those of the samples of norm layers first."""
         if squares is None:
             squares = self._squared_norm([]).repeat(len(self._measured()))
         return torch.cat([of_samples.to(squares), squares[1:]])
 
     def _squared_norm_of_layers(self) -> torch.Tensor:
-        """That of the norm layers' gradients of a minibatch, as the user leaves them."""
+        """The squared norm of the norm layers' gradients of a minibatch, as the user leaves them."""
         layers: NormLayers = self.norm_layers  # type: ignore[assignment]
         return self._squared_norm([p.grad.detach() for p in layers.parameters if p.grad is not None])
 
@@ -389,7 +389,7 @@ class GradientAccumulator(ABC):
 
     @abstractmethod
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """The squared norm of several tensors together, in float32 at least; 0 of none."""
+        """The squared norm of several tensors together, in float32 at least; 0 if there are none."""
 
     def _squared_norm_of_step(self) -> torch.Tensor:
         return self._squared_norm(self._gradients())
@@ -440,13 +440,13 @@ class GradientAccumulator(ABC):
             digest[place].fill_(number)
 
     def _checksums(self) -> list[int]:
-        """Of what is attached, learning rates, the epoch and the layout: small enough for an exact sum over ranks."""
+        """Checksums of attachments, learning rates, epoch and layout: small enough for an exact sum over ranks."""
         lrs = str([_on_host(group.get("lr")) for group in self.inner.param_groups])
         numbers = [zlib.crc32(self.attached.encode()), zlib.crc32(lrs.encode()), self._epoch, self._layout]
         return [number % 2**12 for number in numbers]
 
     def _sample_weights(self, like: torch.Tensor) -> torch.Tensor:
-        """One element of some parameters, of others in each epoch."""
+        """One element of each of some parameters, which change with the epoch."""
         others = [] if self._model is None else self._model.parameters()
         weights = [*self._parameters(), *(p for p in others if not is_dtensor(p) and not is_lazy(p))]
         found = []

@@ -38,9 +38,9 @@ _grad_of, _is_sparse, _requires_grad = attrgetter("grad"), attrgetter("is_sparse
 class BucketAccumulator(GradientAccumulator):
     """Copies and adds the gradients of minibatches into buckets (:class:`GradientBuckets`).
 
-    The only gradients of a step are used as they are, without a copy, unless they are sparse. Gradients of float16 and
-    bfloat16 parameters are summed and reduced in float32 and rounded once: float16 would overflow, and bfloat16 would
-    lose small terms, differently on each number of ranks.
+    On a single rank, the gradients of a step's only minibatch are used as they are, without a copy, unless they are
+    sparse or `exact` is set. Gradients of float16 and bfloat16 parameters are summed and reduced in float32 and rounded
+    once: float16 would overflow, and bfloat16 would lose small terms, differently on each number of ranks.
 
     With `gradient_as_bucket_view`, ``p.grad`` is a view of a bucket for the whole run and autograd accumulates there:
     for CUDA graphs, which need static addresses, and to save memory. Then ``p.grad`` is the sum of the step's
@@ -70,7 +70,7 @@ class BucketAccumulator(GradientAccumulator):
         self._model_parallel, self._model_groups = model_parallel, list(model_groups)
         self._fixed_point: FixedPoint64 | None = FixedPoint64(inner) if exact else None
         self._held_minibatches: list[tuple[Any, ...]] = []  # of the first step, in exact mode with several optimizers
-        # of each group, those of the tensors of several minibatches, where the numbers of one are not needed
+        # for each group, the norms of the tensors of several minibatches, where those of a single one are not needed
         self._held_norms: list[list[torch.Tensor]] = []
         self._holds_norms = not exact and model_parallel is None and self.norm_layers is None
         self._sum_dtype = torch.float64 if exact else torch.float32  # at least
@@ -216,12 +216,12 @@ class BucketAccumulator(GradientAccumulator):
         return p in self._frozen
 
     def _ensure_buckets(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Have buckets for the parameters as they are now, with the sums so far."""
+        """Make buckets for the parameters as they are now, with the sums so far, if necessary."""
         old, fixed_point, num_numbers = self._buckets, self._fixed_point, self._num_numbers()
         if old.matches(parameters, num_numbers, checks_shapes=not self._has_sums):
             return
         if self._has_sums:
-            # one that was frozen since keeps its sum, and its place, which other ranks may still have it at
+            # a parameter that was frozen since keeps its sum and its place, as other ranks may still have it there
             kept = {id(p) for p in (*parameters, *old.parameters)}
             parameters = [p for p in self._parameters() if id(p) in kept]
             if old.matches(parameters, num_numbers, checks_shapes=False):
@@ -274,7 +274,7 @@ class BucketAccumulator(GradientAccumulator):
         return self._step_gradient(plan)
 
     def kept_sums(self) -> Any:
-        """A copy of the sums of this rank, which reduce() overwrites even where it fails."""
+        """A copy of the sums of this rank, which reduce() overwrites even if it fails."""
         self._sum_held_norms()
         numbers = self._is_present, self._step_squares, self._weight, self._num_weighted
         of_rungs = None if self._fixed_point is None else self._fixed_point.kept_sums()
@@ -333,7 +333,7 @@ class BucketAccumulator(GradientAccumulator):
             self._is_present = buckets.present_on_any_rank()
 
     def _agree_on_layout(self, buckets: GradientBuckets) -> None:
-        """Compare a new layout in tensors of the previous one, as others may still have that and sizes must match."""
+        """Compare a new layout in tensors of the previous one, as others may still have it and sizes must match."""
         _, parameters, num_numbers = self._agreed
         sent = GradientBuckets(parameters, num_numbers=num_numbers, dtype=self._sum_dtype)
         own = [*[0] * NUM_COUNTS, *self._checksums()]
@@ -367,7 +367,7 @@ class BucketAccumulator(GradientAccumulator):
             factor = factor.to(*kinds.pop()) if isinstance(factor, torch.Tensor) else factor
             scaled = list(torch._foreach_mul(gradients, factor)) if gradients else []
         else:
-            # a narrow gradient would round the factor, and a factor without a shape would widen one without a shape
+            # a narrow gradient would round the factor, and a scalar factor would widen a scalar gradient
             wide = [gradient.float() if _is_narrow(gradient) else gradient for gradient in gradients]
             scaled = [(one * factor.to(one.device)).to(own.dtype) for one, own in zip(wide, gradients, strict=True)]
         for p, gradient in zip(owners, scaled, strict=True):
@@ -463,7 +463,7 @@ class BucketAccumulator(GradientAccumulator):
             if not self._measures and self._wide is None:
                 raise RuntimeError(
                     "With `gradient_as_bucket_view`, zero_grad() cannot drop the gradient of a backward pass without "
-                    "step(): it was added to those of the minibatches before."
+                    "step(): it was added to those of earlier minibatches."
                 )
             self._buckets.zero_()
             self._versions = self._buckets.versions()

@@ -25,7 +25,7 @@ _CHUNK = 2**16  # elements of a large gradient on a CPU, so that intermediate re
 
 # of FixedPoint32
 _LIMB_BITS = 16  # of each of three limbs: few enough for the sum over 2¹⁴ minibatches to fit 32 bits
-_MIN_LIMIT = -78  # below, the unit of the last limb would be no normal number of float32
+_MIN_LIMIT = -78  # below, the unit of the last limb would not be a normal float32 number
 _NUMBERS_HEADROOM = 12  # of squares and weights, beyond that of gradients
 
 Tensors = list[torch.Tensor]
@@ -46,7 +46,7 @@ class FixedPointScale:
 
     def __init__(self) -> None:
         self._exponents: dict[Hashable, int] = {}
-        self.has_asked = False  # whether the ranks have the first ones
+        self.has_asked = False  # whether the ranks have the first units
 
     def update(self, parameters: Sequence[Hashable], largest: Iterable[float]) -> None:
         """Set the unit by the largest element of each mean gradient, unless that is 0 or not finite."""
@@ -86,7 +86,7 @@ class FixedPointScale:
 
 
 class _FixedPoint:
-    """What both formats have."""
+    """What both formats share."""
 
     _max_minibatches: int  # of a step, so that sums do not overflow
 
@@ -133,7 +133,7 @@ class FixedPoint64(_FixedPoint):
         self._previous: tuple[list[torch.nn.Parameter], torch.Tensor] | None = None  # largest elements, on the device
 
     def num_numbers(self) -> int:
-        """Elements beside the gradients: the parts of the numbers, and a flag for each rung."""
+        """Elements besides the gradients: the parts of the numbers, and a flag for each rung."""
         return NUM_PARTS * (len(self._inner.param_groups) + 2) + 2 * MAX_RUNGS + 1
 
     def update_scale(self, communicator: Communicator, *, has_first: bool) -> None:
@@ -252,7 +252,7 @@ class FixedPoint64(_FixedPoint):
             self._previous = buckets.parameters, _largest_of_each(totals) / n
 
     def kept_sums(self) -> Any:
-        """A copy of this rank's sums of the step, those in the accumulator's buckets excepted."""
+        """A copy of this rank's sums of the step, except those in the accumulator's buckets."""
         return {rung: [flat.clone() for flat in buckets.flats] for rung, buckets in self._rungs.items()}, self._parts
 
     def restore_sums(self, kept: Any, buckets: GradientBuckets) -> None:
@@ -347,7 +347,7 @@ class FixedPoint32(_FixedPoint):
         return len(self._inner.param_groups) + 2
 
     def ensure(self, trainable: list[torch.nn.Parameter]) -> None:
-        """Have limbs for each parameter that may get a gradient, and for the numbers."""
+        """Make limbs for each parameter that may get a gradient, and for the numbers, if necessary."""
         new, num_numbers = [p for p in trainable if p not in self.limbs], self._num_numbers()
         is_complete = not new and self._number_limbs and len(self._number_limbs[0]) == num_numbers
         if is_complete or not trainable:

@@ -22,9 +22,9 @@ _shape_and_device_of = attrgetter("shape", "device")
 class GradientBuckets:
     """One flat tensor for all gradients of a device and dtype; each gradient is a view with the parameter's strides.
 
-    Of a DTensor it holds the local shard. After the gradients, a bucket has an element for each parameter, which marks
+    For a DTensor it holds the local shard. After the gradients, a bucket has an element for each parameter, which marks
     that this rank had a gradient. The numbers, such as squared norms, are at the end of a bucket of at least float32,
-    or a tensor by themselves. `views` are the gradients in the order of the parameters.
+    or in a tensor of their own. `views` are the gradients in the order of the parameters.
     """
 
     def __init__(self, parameters: Parameters, *, num_numbers: int, dtype: torch.dtype | None = None) -> None:
@@ -67,7 +67,7 @@ class GradientBuckets:
         self._references = self._count_references()
 
     def matches(self, parameters: Parameters, num_numbers: int, *, checks_shapes: bool = True) -> bool:
-        """Whether these are the parameters, with the same dtypes, and on demand the same shapes and devices."""
+        """Whether these are the parameters, with the same dtypes, and if requested the same shapes and devices."""
         return (
             num_numbers == self._num_numbers
             and self.are_for(parameters)
@@ -87,7 +87,7 @@ class GradientBuckets:
         return [view.data_ptr() for view in self.views] == self._addresses
 
     def is_held(self) -> bool:
-        """Whether a gradient is referenced elsewhere, as by an optimizer that keeps the previous one, or may be."""
+        """Whether a gradient is or may be referenced elsewhere, as by an optimizer that keeps the previous one."""
         return not _COUNTS_REFERENCES or self._count_references() != self._references
 
     def _count_references(self) -> list[int]:

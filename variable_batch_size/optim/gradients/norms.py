@@ -18,12 +18,12 @@ _kind_of = attrgetter("dtype", "layout", "device")
 
 
 def is_finite(values: torch.Tensor) -> torch.Tensor:
-    """As ``torch.isfinite``, which on XLA converts to float64 to compare with a Python number."""
+    """Like ``torch.isfinite``, which on XLA converts to float64 to compare with a Python number."""
     return values.abs() < torch.full_like(values, math.inf)
 
 
 def squared_norm(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
-    """The squared norm of several tensors together, on the device of `like` and in float32 at least; 0 of none."""
+    """The squared norm of several tensors together, on the device of `like` and in float32 at least; 0 if none."""
     return _sum_of_squares(norms_of(tensors, like=like), like=like)
 
 

@@ -19,17 +19,17 @@ from variable_batch_size.optim.token_weights import Weight
 class TracedAccumulator(GradientAccumulator):
     """For devices that trace operations into a graph and compile it.
 
-    Every minibatch adds its gradients to sums that keep their memory, also if it is the only one of the core: all cores
-    run the same graph, so whether a core is idle is data in a tensor and not a branch. The reduction is a graph of its
-    own, as the user's loop has a share in that of a minibatch.
+    Every minibatch adds its gradients to sums that keep their memory, even if it is the core's only one: all cores run
+    the same graph, so whether a core is idle is data in a tensor and not a branch. The reduction is a graph of its own,
+    as the user's loop is part of the graph of a minibatch.
 
     Which parameters have a gradient is data, too: a core may leave out a minibatch or a layer. The inner optimizer, on
     the host, must skip parameters without a gradient on any core, and the same ones on every core. Where the host reads
     numbers of each step before the update, their presence comes along. Otherwise the cores agree on it in the first
     step of an epoch, and a later step that deviates is detected on the device and raises when the host reads next.
     Every minibatch changes all sums, in the same order, also those to which it adds nothing: torch_xla orders the
-    results of a graph by when tensors were last changed. Another order is another graph on some cores, or worse, has
-    the same hash, if parameters have the same shape, and then the results of one are those of another.
+    results of a graph by when tensors were last changed. Another order is another graph on some cores. Or worse, it has
+    the same hash, if parameters have the same shape, and then one parameter gets the results of another.
 
     With `exact`, gradients are summed as integers (:class:`FixedPoint32`). A compiler may round differently in another
     graph. So the graph is cut after a minibatch was run and after it was added: what rounds is in the same two graphs
@@ -66,7 +66,7 @@ class TracedAccumulator(GradientAccumulator):
         self._ensure_sums()
 
     def _ensure_sums(self) -> bool:
-        """Have a sum for each parameter that may get a gradient, and the numbers; True if some are new."""
+        """Make a sum for each parameter that may get a gradient, and the numbers; True if some are new."""
         # on the device before they are used: a scalar of exactly 0 would become a constant, and so make another graph
         known = self._sums if self._fixed_point is None else self._fixed_point.limbs
         trainable = [p for p in self._parameters() if p.requires_grad or p.grad is not None or p in known]
@@ -96,7 +96,7 @@ class TracedAccumulator(GradientAccumulator):
         return self._parameters()[0].device
 
     def _ensure_infinities(self, parameters: list[torch.nn.Parameter]) -> bool:
-        """Of parameters without a divisor: new ones, and all when a run starts over. True if some are new."""
+        """Make these for parameters without a divisor: new ones, and all when a run starts over. True if any is new."""
         known = self.divisors
         new = [] if known is None else [p for p in parameters if p not in known and p not in self._infinities]
         self._infinities |= {p: xla.to_device_like(p, torch.full(p.shape, torch.inf)) for p in new}
@@ -256,9 +256,9 @@ class TracedAccumulator(GradientAccumulator):
         number = next(index for index, p in enumerate(self._parameters()) if p is known[place])
         raise RuntimeError(
             f"Parameter {number} of the optimizer, of shape {tuple(known[place].shape)}, had a gradient in some steps "
-            f"of the epoch and in others on no core ({int(counts[place])} steps differ from the first). On several XLA "
-            "cores this needs a look at each step: pass `skip_nonfinite=True` to the optimizer, which waits for the "
-            "device once a step."
+            f"of the epoch, but on no core in others ({int(counts[place])} steps differ from the first). On several "
+            "XLA cores, each step must then be checked: pass `skip_nonfinite=True` to the optimizer, which waits for "
+            "the device once per step."
         )
 
     def reset(self) -> None:
@@ -314,7 +314,7 @@ class TracedAccumulator(GradientAccumulator):
 
 
 def _sum_dtype(p: torch.Tensor) -> torch.dtype:
-    """Of the sum of a parameter's gradients: float32 at least, as float16 overflows and bfloat16 loses small terms."""
+    """The dtype of a gradient sum: float32 at least, as float16 overflows and bfloat16 loses small terms."""
     return torch.promote_types(p.dtype, torch.float32)
 
 
