@@ -21,7 +21,7 @@ test check soak: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo check test style lint docs browser bench tpu torchtpu soak mutants clean complete
 
-# of the demo, if given as make demo CORES=2; a variable of the environment is not meant
+# the number of cores of the demo, as in make demo CORES=2; an environment variable is ignored
 CORES =
 demo: EXTRAS = demo
 demo: $(FOR_DEMO)
@@ -73,8 +73,8 @@ bench: $(FOR_ALL) .peers
 	$(BIN)/python bench/saving.py
 	$(BIN)/python bench/xla.py
 
-# two environments without a TPU, for Linux on x86-64: the TPU compiler (libtpu, with jax), and TorchTPU, which needs another
-# torch than torch_xla and runs over XLA's CPU plugin in the place of libtpu
+# two environments without a TPU, for Linux on x86-64: the TPU compiler (libtpu, with jax), and TorchTPU, which needs a
+# different torch than torch_xla and runs on XLA's CPU plugin instead of libtpu
 NO_WHEEL = @echo "$(1) has no wheel for $(shell uname -s) on $(shell uname -m): its tests did not run"
 tpu: EXTRAS = test
 tpu: $(if $(XLA),$(FOR_ALL) .venv-tpu/.done)

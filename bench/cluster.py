@@ -1,10 +1,10 @@
-"""Three real jobs on two cores: mean completion times by goodput, first come first served and equal shares.
+"""Three real jobs on two cores: mean completion times under goodput, first come first served and equal shares.
 
 python bench/cluster.py [--mnist DIR] [--local] [--exact] [--scale 2]
 
 A training on MNIST, which comes first and is longer, and two on digits, all with Autoscale; on a local Ray cluster, or
-without Ray. Then each job of the pool by goodput is repeated alone from its executed trace, and must have the same
-weights: with `--exact` to the bit; otherwise rounding errors, which differ with the number of cores, may have grown.
+without Ray. Then each job of the goodput pool is repeated alone from its executed trace, and must have the same
+weights: with `--exact` bit for bit; otherwise rounding errors, which differ with the number of cores, may have grown.
 Last, a simulation from what the jobs have measured under the other two policies predicts all three means.
 """
 
@@ -72,7 +72,7 @@ def mean(jobs: dict[str, dict[str, Any]]) -> float:
 
 
 def replayed(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """The largest difference between the weights of each job and those of its executed trace alone, on one core."""
+    """The largest difference between the weights of each job and of its executed trace run alone, on one core."""
     running = []
     for number, name in enumerate(GOALS):
         command = [sys.executable, str(SCRIPT), "--checkpoint", str(folder / "alone" / name)]
@@ -89,12 +89,12 @@ def replayed(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 
 
 def start_seconds(job: dict[str, Any]) -> float:
-    """The mean time for which a start has kept cores without a step: imports, loading, saving, the end of processes."""
+    """The mean time for which a start holds cores without running steps: imports, loading, saving, process exit."""
     return float(sum(end - begin for begin, end, _ in job["spans"]) - sum(job["hints"]["seconds"])) / job["starts"]
 
 
 def measured(name: str, found: dict[str, dict[str, dict[str, Any]]]) -> Hinted:
-    """The speeds of a job on one core, by equal shares, and on two, which it has when first come is first served."""
+    """The speeds of a job on one core, measured under equal shares, and on two, under first come first served."""
     of = {policy: Hints.of(found[policy][name]["hints"]) for policy in ("equal", "fifo")}
     speeds = of["equal"].mean_speed(1), of["fifo"].mean_speed(2)
     restart = sum(start_seconds(found[policy][name]) for policy in of) / len(of)
@@ -108,11 +108,11 @@ def main() -> None:
         "--mnist",
         metavar="DIR",
         type=os.path.abspath,
-        help="of MNIST (default: a larger network on digits in its place)",
+        help="directory of MNIST (default: a larger network on digits instead)",
     )
     parser.add_argument("--local", action="store_true", help="without Ray")
     parser.add_argument("--exact", action="store_true", help="in exact mode, which takes longer")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the lengths of the jobs")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the lengths of the jobs")
     options = parser.parse_args()
     for name in GOALS:
         GOALS[name] *= options.scale

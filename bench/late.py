@@ -1,4 +1,4 @@
-"""What gains that are one step late cost: updates of AdaScale up to the same progress, on MNIST, over seeds.
+"""Cost of gains that are one step late: updates of AdaScale up to the same progress, on MNIST, over seeds.
 
 The CPU is treated as an accelerator whose norms arrive one step late, from the first step on or after some estimates.
 """

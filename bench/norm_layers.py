@@ -22,7 +22,7 @@ import variable_batch_size as vbs
 sys.path.append(str(Path(__file__).parent.parent / "reproduce"))
 import characters
 
-BEGIN = 0.1  # of the run, in which the averages begin
+BEGIN = 0.1  # the share of the run without points, in which the averages start
 
 
 def correlation(pairs: list[tuple[float, float]]) -> tuple[float, float]:

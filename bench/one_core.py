@@ -2,9 +2,9 @@
 
 python bench/one_core.py [--seeds 4] [--target 2.6]
 
-A small GPT on characters trains with AdamW until its test loss reaches a target, from one minibatch in a step on.
-Without normalization layers, Autoscale must try two minibatches to learn the noise. Time is that of the processor,
-which other load affects least, for Autoscale, too. Goal: with normalization layers it takes no longer.
+A small GPT on characters trains with AdamW, from one minibatch in a step on, until its test loss reaches a target.
+Without normalization layers, Autoscale must try two minibatches to learn the noise. Time is CPU time, which other load
+affects least, also for Autoscale. Goal: with normalization layers it takes no longer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIDES = {"noise of minibatches": True, "noise of norm layers": "norm layers"}
 
 
 def seconds_to(target: float, text: characters.Text, *, measure_noise: bool | str, seed: int) -> float:
-    """The processor's seconds until the target, without tests."""
+    """The CPU seconds until the target, without tests."""
     torch.manual_seed(seed)
     model = characters.GPT(width=64, heads=4, layers=3, context=CONTEXT)
     policy = vbs.policies.Autoscale(max_batch_size=64 * MINIBATCH)
@@ -50,7 +50,7 @@ def seconds_to(target: float, text: characters.Text, *, measure_noise: bool | st
                 spent += time.process_time() - began
                 loss = text.test_loss(model, num_windows=256)
                 if loss <= target or optimizer.steps_done >= MOST_STEPS:
-                    mean = f"batch sizes of {np.mean(sizes):.0f} in the mean, {sizes[-1]} in the end"
+                    mean = f"mean batch size {np.mean(sizes):.0f}, {sizes[-1]} at the end"
                     print(f"seed {seed}, {measure_noise}: {spent:.1f} s, {len(sizes)} steps, {mean}", flush=True)
                     return spent
                 began = time.process_time()

@@ -1,9 +1,8 @@
 """Open steps compared with steps that a trace defines: the same minibatches, in one process and in two gloo processes.
 
 A step has 8 minibatches of an MLP with 0.8 or 9.4 million weights, 4 of them on each of two cores. Single steps of both
-sides alternate, so that other load affects both. Time of the processor is less affected by it than time on the clock,
-but does not include waits for the other core. A second run of the trace tells how far equal sides differ. Goal: at most
-1.01.
+sides alternate, so that other load affects both. CPU time is less affected by it than wall time, but does not include
+waits for the other core. A second run of the trace shows how much equal sides differ. Goal: at most 1.01.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ def main() -> None:
 
 
 def print_times(name: str, times: tuple[dict[str, Numbers], dict[str, Numbers]]) -> None:
-    for kind, seconds in zip(("on the clock", "of the processor"), times, strict=True):
-        print(f"{name}, time {kind}")
+    for kind, seconds in zip(("wall time", "CPU time"), times, strict=True):
+        print(f"{name}, {kind}")
         print_comparison(seconds, peer=KNOWN)
 
 
 def time_steps(layers: tuple[int, int], repeats: int) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
-    """The seconds of single steps, by the clock and of the processor."""
+    """The wall and CPU seconds of single steps."""
     torch.set_num_threads(1)
     sides = {name: Side(layers, is_open=name == OPEN) for name in (KNOWN, OPEN, AGAIN)}
     clock = in_turn(sides, repeats=repeats, warmup=WARMUP)

@@ -32,7 +32,7 @@ Losses = list[Callable[[nn.Module], torch.Tensor]]
 
 def main() -> None:
     print_machine()
-    os.environ["OMP_NUM_THREADS"] = "1"  # not every matrix product obeys torch.set_num_threads()
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch.set_num_threads() does not affect all matrix products
     for compare in (compare_mlp, compare_resnet):
         # a separate process each: AdaptDL initializes the process group, of which there can be only one
         process = multiprocessing.get_context("spawn").Process(target=compare)

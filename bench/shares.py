@@ -1,9 +1,9 @@
 """Two gloo processes that share steps: by round robin, as they are free, and by speed.
 
-A minibatch takes 50 ms, on a slow core 150 ms: a loop that sleeps, so that other load on this machine counts less. A
-step has 32 minibatches. The ideal split between a core and one that is three times slower is 24 and 8, in half of the
-time of round robin. Printed are the seconds of an epoch, and their ratio to the ideal split, after a first epoch in
-which speeds are measured.
+A minibatch sleeps for 50 ms, on a slow core for 150 ms, so that other load on this machine counts less. A step has 32
+minibatches. The ideal split between a core and one that is three times slower is 24 and 8, in half of the time of
+round robin. Prints the seconds of an epoch and their ratio to the ideal split, after a first epoch in which speeds are
+measured.
 """
 
 from __future__ import annotations

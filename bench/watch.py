@@ -1,9 +1,9 @@
-"""How long a record takes to the pixels of vbs watch in Chromium, and how fast a long log loads.
+"""How long a record takes to reach the pixels of vbs watch in Chromium, and how fast a long log loads.
 
 PYTHONPATH=test/support python bench/watch.py [--records 20] [--long 1000000]
 
-`vbs watch` runs as a process of its own, on this machine. A record is drawn when Plotly has drawn the line that ends
-with it; the page is asked every 10 ms.
+`vbs watch` runs in a separate process on this machine. A record is drawn when Plotly has drawn the line that ends
+with it; the page is polled every 10 ms.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def from_record_to_pixels(directory: Path, size: tuple[int, int], num: int) -> list[float]:
-    """Seconds, for each record that is written to a run's log, two seconds after the one before."""
+    """The seconds for each record that is written to a run's log, two seconds after the previous one."""
     write_log(directory, range(1, 101))
     waited = []
     with watching(directory) as (url, _), browser(size) as driver:

@@ -42,7 +42,7 @@ def network(name: str) -> nn.Module:
 
 
 def replay(sides: list[str], sizes: list[int], passes: int, name: str = SMALL) -> dict[str, list[dict[str, float]]]:
-    """Replay the sizes several times on this core, the sides in turn; the seconds and XLA's counters of each pass."""
+    """Replay the sizes several times on this core, alternating the sides; seconds and XLA's counters of each pass."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
@@ -73,9 +73,10 @@ def step_of(side: str, name: str, sizes: list[int], device: torch.device) -> Cal
 
 
 def by_hand(model: nn.Module, *, syncs: bool = False) -> Callable[[list[Any]], None]:
-    """A naive loop: accumulate, then `xm.optimizer_step`. Each number of minibatches is a new graph.
+    """A naive loop: accumulate, then `xm.optimizer_step`.
 
-    Unless it syncs after every minibatch, as a loop over torch_xla's own loader does.
+    Each number of minibatches is a new graph, unless it syncs after every minibatch, as a loop over torch_xla's own
+    loader does.
     """
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -177,7 +178,7 @@ def main() -> None:
             print_side(side, found, sizes, peer_seconds)
         print()
     for name in HIDDEN:
-        print(f"{name}, always {CONSTANT} minibatches, 20 steps at a time, the sides in turn; traced operations a step")
+        print(f"{name}, always {CONSTANT} minibatches, 20 steps at a time, alternating sides; traced operations a step")
         sides = [BY_HAND_SYNCED, BY_HAND, "linear", "adascale"]
         sizes = [CONSTANT * MINIBATCH] * 20
         (found,) = vbs.launch(replay, (sides, sizes, options.repeats + 1, name), cores=1, backend="xla")

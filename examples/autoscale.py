@@ -45,7 +45,7 @@ def main(directory: str, until: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", help="of the checkpoints and decisions")
+    parser.add_argument("directory", help="for the checkpoints and decisions")
     parser.add_argument("--until", type=int, required=True, help="steps of the entire run")
     options = parser.parse_args()
     vbs.launch(main, (options.directory, options.until), cores=1, backend="gloo")

@@ -1,7 +1,7 @@
 """A job for `vbs cluster run`: handwritten digits or MNIST, with a batch size that Autoscale chooses.
 
-It ends at a progress, so that any number of cores and any batch sizes give the same amount of training. With `--trace`
-it repeats the executed trace of a job that has run in a pool.
+It ends at a given progress, so that any number of cores and any batch sizes give the same amount of training. With
+`--trace`, it repeats the executed trace of a job that has run in a pool.
 """
 
 import argparse
@@ -20,10 +20,10 @@ parser.add_argument(
 parser.add_argument(
     "--mnist", metavar="DIR", help="train on 10,000 images of MNIST in this directory (default: digits)"
 )
-parser.add_argument("--progress", type=float, default=2000.0, help="at which the run ends, in steps of the reference")
+parser.add_argument("--progress", type=float, default=2000.0, help="where the run ends, in steps of the reference")
 parser.add_argument("--ref-batchsize", type=int, default=32)
 parser.add_argument("--hidden", type=int, default=256)
-parser.add_argument("--every-seconds", type=float, default=5.0, help="between checkpoints")
+parser.add_argument("--every-seconds", type=float, default=5.0, help="time between checkpoints")
 parser.add_argument("--max-batch-size", type=int, default=512)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--exact", action="store_true", help="the same bits on any number of cores")

@@ -2,7 +2,7 @@
 
     model = nn.DataParallel(model)                      # before: one process, the loader's batches are split over GPUs
     loader = DataLoader(dataset, batch_size=256)
-    vbs.launch(main)                                    # here: main() runs on each GPU; on a machine without, on CPUs
+    vbs.launch(main)                                    # here: main() runs on each GPU, or without GPUs on CPUs
     loader = vbs.DataLoader(dataset, trace=256, minibatch_size=64)
 
 python examples/data_parallel.py

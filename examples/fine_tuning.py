@@ -36,7 +36,7 @@ class Classifier(nn.Module):
 
 
 def pretrained() -> Classifier:
-    """A model that tells which quarter of the vocabulary most words are from; in practice, one that you load."""
+    """A model that predicts which quarter of the vocabulary most words are from; in practice, you load it."""
     torch.manual_seed(0)
     model, words = Classifier(4), texts(2048, seed=1)
     quarters = nn.functional.one_hot(words // (WORDS // 4), 4).sum(1).argmax(1)

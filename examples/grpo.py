@@ -3,10 +3,10 @@
 python examples/grpo.py                 # half a minute on a CPU
 python examples/grpo.py --cores 2
 
-Each prompt is a digit d, and the right answer d times that digit. A small recurrent network answers each prompt several
-times; an answer is as good as it is better than the others to its prompt. Groups of equally good answers teach nothing
-and are left out, and a minibatch has as many answers as fit into a number of tokens. So the number of minibatches is
-not known before, and differs between cores: open steps.
+Each prompt is a digit d, and the right answer is d times that digit. A small recurrent network answers each prompt
+several times; an answer is rated by how much better it is than the others to the same prompt. Groups of equally good
+answers teach nothing and are left out, and a minibatch has as many answers as fit into a number of tokens. So the
+number of minibatches is not known in advance, and differs between cores: open steps.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Network(nn.Module):
 
 @torch.no_grad()
 def answers(model: nn.Module, prompts: torch.Tensor) -> list[torch.Tensor]:
-    """Each prompt with the tokens of an answer, the end included."""
+    """Each prompt with the tokens of an answer, including the end."""
     rows, token, state = [prompts], prompts, None
     for _ in range(LONGEST):
         logits, state = model(token[:, None], state)
@@ -90,7 +90,7 @@ def train(options: argparse.Namespace) -> list[tuple[str, str]]:
     model = Network()
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
     optimizer = vbs.Optimizer(inner, loader, rule="constant", ref_batchsize=32, model=model)
-    torch.manual_seed(loader.sampler.rank)  # other answers on each core
+    torch.manual_seed(loader.sampler.rank)  # different answers on each core
     scores, numbers = [], []
     for _ in optimizer.epochs(1):
         for read in loader:

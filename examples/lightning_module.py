@@ -52,7 +52,7 @@ class Classifier(LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=1, help="processes")
-    parser.add_argument("--directory", help="of the checkpoints; resumes from the last one")
+    parser.add_argument("--directory", help="for the checkpoints; resumes from the last one")
     flags = parser.parse_args()
     callbacks: list = [VariableBatchSize()]
     if flags.directory:

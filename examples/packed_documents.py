@@ -5,7 +5,7 @@ python examples/packed_documents.py --cores 2           # the same result on two
 python examples/packed_documents.py --padded            # the same documents, padded to few shapes instead
 
 A row holds as many whole documents as fit. Positions restart with each, and a token sees earlier tokens of its own
-document only, so the result is that of the documents one by one; nothing but the end of a row is padding.
+document only, so the result is that of the documents one by one; only the end of a row is padding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST, WIDTH, HEADS, LAYERS = 256, 32, 2, 2
 TOKENS = 512  # of a minibatch
 IGNORED = -100
 
-Minibatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, positions, and the number of each one's document
+Minibatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, positions, and the document number of each token
 
 
 class Block(nn.Module):

@@ -60,7 +60,7 @@ def disturb(options: dict[str, Any], optimizer: vbs.Optimizer) -> None:
     if where == (0, options.get("stop_at")) and is_first_time(directory / "stopped"):
         vbs.request_stop()  # saves at the end of a step and exits the worker, and Ray restarts it
     if where[0] == 0 and where[1] in options.get("wait_at", ()) and is_first_time(directory / f"waiting-{where[1]}"):
-        time.sleep(600)  # Ray kills this worker when it starts another number of them
+        time.sleep(600)  # Ray kills this worker when it starts a different number of workers
 
 
 def is_first_time(mark: Path) -> bool:
@@ -73,7 +73,7 @@ def is_first_time(mark: Path) -> bool:
 def run(options: dict[str, Any], *, workers: list[int], address: str) -> None:
     """Train on several workers; if one is lost, Ray restarts all of them, up to ten times.
 
-    With a range of workers Ray restarts them also when machines have joined the cluster.
+    With a range of workers, Ray also restarts them when machines have joined the cluster.
     """
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -101,9 +101,9 @@ def run(options: dict[str, Any], *, workers: list[int], address: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="train on Ray workers that may exit at any time")
-    parser.add_argument("--workers", type=int, nargs="+", default=[2], metavar="N", help="how many, or least and most")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2], metavar="N", help="how many, or min and max")
     parser.add_argument("--address", default="local", help="of a Ray cluster (default: start one on this machine)")
-    parser.add_argument("--resize-interval", type=float, default=60.0, metavar="SECONDS", help="between looks for room")
+    parser.add_argument("--resize-interval", type=float, default=60.0, metavar="SECONDS", help="between room checks")
     parser.add_argument(
         "--kill-at", type=int, metavar="STEP", help="the step after which the second worker is lost, once"
     )
@@ -114,7 +114,7 @@ def main() -> None:
         "--wait-at", type=int, nargs="+", default=[], metavar="STEP", help="wait after these steps for a resize"
     )
     parser.add_argument(
-        "--directory", help="of the checkpoints, shared by all workers (default: a temporary directory)"
+        "--directory", help="for the checkpoints, shared by all workers (default: a temporary directory)"
     )
     settings = vars(parser.parse_args())
     workers, address = settings.pop("workers"), settings.pop("address")

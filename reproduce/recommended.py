@@ -2,11 +2,11 @@
 
 python reproduce/recommended.py --first-seeds 0 10 --workers 16 --datadir DIR --out recommended.csv
 
-The truth is the mean of the final metric over three seeds of every rule for the optimizer. Each of --first-seeds makes
-a truth and a recommendation of its own; the regret is also measured against the truth over all seeds. DIR has the
-files of MNIST and, for the workload on a GPU, the folder cifar-10-batches-py; without it, there are 6 workloads.
---others takes 4 workloads that were added last instead, --traces some of the traces. Finished runs are kept in
---directory, and the same command makes the missing ones.
+The truth is the mean of the final metric over three seeds of every rule for the optimizer. Each of --first-seeds has
+its own truth and recommendation; the regret is also measured against the truth over all seeds. DIR has the files of
+MNIST and, for the workload on a GPU, the folder cifar-10-batches-py; without it, there are 6 workloads. --others uses
+the 4 workloads that were added last instead, --traces only some of the traces. Finished runs are kept in --directory,
+and the same command makes the missing ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 HERE = Path(__file__).parent
 SEEDS, BUDGET, LARGEST = 3, 0.1, 8  # the largest batch size over the reference
 TRACES = ("ramp", "jumps", "spot")
-# what the issue asks for
+# the goals
 WITHIN = {True: 0.2, False: 0.01}  # points of accuracy, or nats
 SHARE, COVERED, COST = 0.9, (0.85, 0.95), 0.1
 
@@ -95,7 +95,7 @@ def train(name: str, trace: str, rule: str, seed: int) -> dict[str, Any]:
 
 
 def recommend(name: str, trace: str, first_seed: int, directory: str) -> dict[str, Any]:
-    """What `vbs recommend` says."""
+    """The recommendation of `vbs recommend`."""
     from variable_batch_size.comparison import recommend as module
     from variable_batch_size.comparison.branching import InThisProcess, Legs, Source
     from variable_batch_size.comparison.workload import source_of
@@ -132,7 +132,7 @@ Runs = dict[tuple[str, str, int], dict[str, Any]]
 
 
 def metrics_of(name: str, trace: str, runs: Runs, seeds: Any) -> dict[str, float]:
-    """The mean metric of each rule, with a sign that makes higher better; a run that diverged has lost everything."""
+    """The mean metric of each rule, with a sign that makes higher better; a rule with a diverged run is the worst."""
     workload, rules, _ = loaded(name)
     sign = 1 if workload.is_higher_better else -1
     means = {rule: sign * fmean(runs[trace, rule, seed]["metric"] for seed in seeds) for rule in rules}
@@ -299,14 +299,14 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workers", type=int, default=1, help="processes, each with one thread (default: 1)")
-    parser.add_argument("--first-seeds", type=int, nargs="+", default=[0], metavar="N", help="of sets of three seeds")
+    parser.add_argument("--first-seeds", type=int, nargs="+", default=[0], metavar="N", help="of each set of three")
     parser.add_argument("--datadir", help="the directory of MNIST and cifar-10-batches-py, for three more workloads")
     parser.add_argument("--others", action="store_true", help="other workloads instead")
     parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="only these workloads")
     parser.add_argument("--traces", nargs="+", choices=TRACES, default=TRACES, help="only these traces")
     parser.add_argument("--directory", type=Path, default=Path("runs/recommended"), help="for finished runs")
     parser.add_argument("--out", type=Path, help="a CSV file for the pairs; all runs go into NAME_runs.csv beside it")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after that")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after this time")
     options = parser.parse_args()
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     # also for the processes that are started

@@ -19,13 +19,13 @@ from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
 
-DATADIR = "RECOMMENDED_DATADIR"  # the variable with the directory of MNIST's four files and of cifar-10-batches-py
+DATADIR = "RECOMMENDED_DATADIR"  # environment variable: the directory with MNIST's four files and cifar-10-batches-py
 NATS = {"metric_name": "loss", "unit": " nats", "is_higher_better": False}
 CONTEXT, VOCABULARY = 16, 128
 
 
 def decay(fraction: float) -> float:
-    """The learning rate falls to a tenth on a line."""
+    """The learning rate falls linearly to a tenth."""
     return 1 - 0.9 * fraction
 
 
@@ -88,7 +88,7 @@ class _Block(nn.Module):
 
 
 class _GPT(nn.Module):
-    """With matrices only, which are all that torch's Muon takes."""
+    """With matrices only, because torch's Muon takes nothing else."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class _Bag(nn.Module):
 
 
 def rare_classes() -> vbs.Workload:
-    """The class of a bag of items, both with frequencies after Zipf, so that most classes are rare."""
+    """The class of a bag of items, both with Zipf-distributed frequencies, so that most classes are rare."""
     random = np.random.RandomState(0)
     classes = random.choice(100, size=20_480, p=1 / np.arange(1, 101) / (1 / np.arange(1, 101)).sum())
     popular = random.choice(1000, size=(20_480, 8), p=1 / np.arange(1, 1001) / (1 / np.arange(1, 1001)).sum())

@@ -36,7 +36,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Search for no garbage meanwhile: nearly all that tests import stays, and the search takes two seconds."""
+    """Disable garbage collection meanwhile: nearly all that tests import stays, and collecting takes two seconds."""
     gc.disable()
     try:
         return (yield)
@@ -45,7 +45,7 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what needs ``-m`` (long tests, environments of their own), and what needs a missing torch_xla.
+    """Leave out what needs ``-m`` (long tests, separate environments), and what needs a missing torch_xla.
 
     Where torch_xla can be installed, on Linux x86-64, its absence is a failure.
     """

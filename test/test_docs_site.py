@@ -119,7 +119,7 @@ def test_every_public_name_is_in_the_reference_once(pages):
         assert headings.count(place) == 1, name
 
 
-# private names in the reference, until the code that shows them is mended
+# private names in the reference, until the code that shows them is fixed
 LEAKED: set[str] = set()
 
 

@@ -121,7 +121,7 @@ def runs_of(path):
         return {(row["trace"], int(row["seed"])): (int(row["updates"]), float(row["accuracy"])) for row in rows}
 
 
-def test_the_figure_and_the_text_of_the_front_page_are_those_of_its_runs():
+def test_figure_and_text_of_the_front_page_match_its_runs():
     runs = runs_of(ROOT / "docs" / "growing.csv")
     shown = {}
     for trace in ("constant", "growing"):
@@ -143,7 +143,7 @@ def test_the_figure_and_the_text_of_the_front_page_are_those_of_its_runs():
 
 
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(NUM_SEEDS, marks=pytest.mark.long)])
-def test_the_command_of_the_front_page_makes_the_runs_of_its_figure(num_seeds, tmp_path):
+def test_the_command_on_the_front_page_makes_the_runs_of_its_figure(num_seeds, tmp_path):
     (command,) = re.findall(r"`(python examples/growing_batch\.py .+)`", FRONT_PAGE.read_text(encoding="utf-8"))
     (tmp_path / "docs").mkdir()
     _, script, *arguments = shlex.split(command)
@@ -160,7 +160,7 @@ def test_the_command_of_the_front_page_makes_the_runs_of_its_figure(num_seeds, t
         assert f"mean of {num_seeds} seeds" in (tmp_path / "docs" / name).read_text(encoding="utf-8")
 
 
-def test_each_seed_of_the_figure_of_the_front_page_is_another_run(monkeypatch):
+def test_each_seed_of_the_front_page_figure_is_a_different_run(monkeypatch):
     train = runpy.run_path(str(ROOT / "examples" / "growing_batch.py"))["train"]
     monkeypatch.setitem(train.__globals__, "NUM_EPOCHS", 1)
     assert len({train(16, seed)[-1].accuracy for seed in (0, 1, 2)}) > 1

@@ -43,7 +43,7 @@ def test_tensorboard_raises_when_it_is_made(monkeypatch, tmp_path):
     assert str(raised.value) == f"vbs.TensorBoard needs tensorboardX: {how('tensorboard')}"
 
 
-def test_what_a_present_package_misses_is_not_hidden(monkeypatch, tmp_path):
+def test_a_missing_dependency_of_an_installed_package_is_not_hidden(monkeypatch, tmp_path):
     (tmp_path / "present.py").write_text("import something_that_it_needs")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()

@@ -54,7 +54,7 @@ def test_make_demo_installs_nothing_and_shows_the_results_of_four_cores():
 
 @pytest.mark.long
 @pytest.mark.usefixtures("quick_compilation")
-def test_make_demo_starts_as_many_cores_as_it_is_told():
+def test_make_demo_starts_the_requested_number_of_cores():
     done = make("demo", f"VENV={sys.prefix}", "CORES=1")
     assert done.returncode == 0, done.stderr
     assert ("on 1 virtual XLA core;" in done.stdout) == HAS_XLA
@@ -62,14 +62,14 @@ def test_make_demo_starts_as_many_cores_as_it_is_told():
     assert table_of(done.stdout)["steps"] == "180"
 
 
-@pytest.mark.parametrize("cores", ["", "1"])  # without, the demo decides
+@pytest.mark.parametrize("cores", ["", "1"])  # without a number, the demo decides
 def test_make_demo_passes_the_number_of_cores_to_the_demo(cores):
     said = make("--dry-run", "demo", f"CORES={cores}").stdout
     assert said.splitlines()[-1].split()[1:] == ["examples/demo.py", *cores.split()]
 
 
-def test_the_demo_launches_as_many_cores_as_it_is_told():
-    done = forked.run_script(ROOT / "examples" / "demo.py", "0", folder=ROOT)  # which starts none
+def test_the_demo_launches_the_requested_number_of_cores():
+    done = forked.run_script(ROOT / "examples" / "demo.py", "0", folder=ROOT)  # it starts no cores
     assert done.returncode == 1
     assert "ValueError: `cores` must be a positive integer, got 0" in done.stderr
 

@@ -1,4 +1,4 @@
-"""What a release says about itself: its version, its metadata and its links, which an index must be able to show."""
+"""What a release states about itself: its version, its metadata and its links, which an index must be able to show."""
 
 import configparser
 import re

@@ -204,7 +204,7 @@ def test_sigint_to_a_launch_alone_saves(tmp_path):
 def test_ctrl_c_to_torchrun_saves(tmp_path):
     session = SessionProcess(Place(tmp_path), with_workers(1), launcher="forked torchrun", cores=2)
     session.wait_for_steps(3)
-    session.signal_group(signal.SIGINT)  # the workers have sessions of their own
+    session.signal_group(signal.SIGINT)  # each worker has its own session
     session.finish()
     assert steps_saved(session.place.checkpoints) > 0
     assert session.output.count(ANNOUNCED) == 1
@@ -239,13 +239,13 @@ UNDER_TORCHRUN = ["--standalone", "--nproc-per-node=1"]
 
 
 def script_under_a_forked_torchrun(path, directory, output):
-    """Under a torchrun of its own, which is what forwards the signal, to an interpreter of its own."""
+    """Under a separate torchrun, which forwards the signal, with the script in a new interpreter."""
     arguments = [*UNDER_TORCHRUN, str(path), str(directory)]
     return forked.Leader(torchrun_program.main, arguments, environment={}, output=output)
 
 
 def script_under_torchrun(path, directory, output):
-    """The same where torchrun has an interpreter of its own, too."""
+    """The same with torchrun in a new interpreter, too."""
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *UNDER_TORCHRUN, path, directory],
         stdout=output,

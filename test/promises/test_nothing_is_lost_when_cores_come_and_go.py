@@ -26,7 +26,7 @@ RUNS = [
 ]
 
 
-def test_killed_added_and_stopped_cores_leave_no_mark():
+def test_killed_added_and_stopped_cores_change_nothing():
     # in a process that forks the cores; weights, samples and what was run again are checked there
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     program = [sys.executable, live_runs.__file__, json.dumps(RUNS)]

@@ -40,7 +40,7 @@ def test_a_run_stopped_within_an_epoch_resumes_on_other_cores_with_the_same_bits
     first, second = run_on(3, 3), run_on(2, 7)
     third = open_runs.train(tmp_path)
     assert all(map(torch.equal, third["weights"], alone["weights"]))
-    # every sample once in each epoch, whoever has read it
+    # every sample once in each epoch, on whichever core
     seen = sorted(value for results in (first, second, [third]) for result in results for value in result["seen"])
     assert seen == pytest.approx(sorted(alone["seen"]))
     values = open_runs.read_data().tensors[0][:, 0].tolist()
@@ -104,11 +104,11 @@ def test_weights_must_be_passed_on_all_cores_or_none(on_cores):
         assert "1 of 2 minibatches of the step have one" in error
 
 
-def test_a_step_without_any_minibatch_is_none(on_cores):
+def test_a_step_without_any_minibatch_does_not_count(on_cores):
     assert on_cores(2, open_runs.empty_step) == [[False, 0, 0, True, 1, 8, 8]] * 2
 
 
-def test_cores_in_different_passes_are_found_out(on_cores):
+def test_cores_in_different_passes_are_detected(on_cores):
     for rank, error in enumerate(on_cores(2, open_runs.begin_another_pass_on_one_core)):
         assert f"pass {2 - rank} over the loader" in error
 
@@ -142,7 +142,7 @@ def train_on(net, optimizer, number, **how):
         yield optimizer.step(**how)
 
 
-def test_a_loop_over_minibatches_that_was_left_within_a_step_is_found_out():
+def test_a_loop_over_minibatches_that_was_left_within_a_step_is_detected():
     net = open_runs.net_of()
     optimizer = open_runs.optimizer_of(net)
     assert next(train_on(net, optimizer, 3)) is False

@@ -13,7 +13,7 @@ ALL = [*SCENARIOS, *(drawn(seed) for seed in range(100, 102))]
 NAMES = [scenario.name for scenario in ALL]
 # numbers of cores for each run, and for a copy of it that moves from one number to the next
 WAYS = [(2, 1, 3), pytest.param((2, 3, 1, 4), marks=pytest.mark.long)]
-# the first way takes the runs in turn to these only: the copy is on all of them
+# in the first way, each run is complete on one of these only, in turn; the copy is on all numbers of cores
 IN_TURN = [2, 3]
 
 # newer Python versions warn about forking a process with threads

@@ -64,10 +64,10 @@ def test_a_log_has_the_shares_and_seconds_of_the_cores(found):
     # the first minibatch of a pass, in which a loader starts, is not timed
     shares = [sum(result["as free"]["shares"]) for result in found]
     assert all(share - 2 <= total <= share for total, share in zip(totals, shares, strict=True))
-    assert records[-1]["seconds_of_cores"][1] > 0.003  # it sleeps so long
+    assert records[-1]["seconds_of_cores"][1] > 0.003  # it sleeps this long
 
 
-def test_who_ran_each_minibatch_is_recorded_next_to_the_executed_trace(found, root):
+def test_the_core_that_ran_each_minibatch_is_recorded_next_to_the_executed_trace(found, root):
     rows = (root / "stopped" / "assigned.csv").read_text().splitlines()
     assert rows[1] == "step,cores"
     cores = [list(map(int, row.split(",")[1].split())) for row in rows[2:]]
@@ -85,7 +85,7 @@ def test_what_needs_even_shares_is_refused(on_cores):
         assert all(error.startswith('`assign` must be "round robin" with ') for error in errors)
 
 
-def test_cores_that_do_not_share_a_counter_are_found_out(on_cores):
+def test_cores_that_do_not_share_a_counter_are_detected(on_cores):
     for error in on_cores(2, shared_steps.read_twice_as_often_on_one_core):
         assert "minibatches of a step that has 16" in error
 

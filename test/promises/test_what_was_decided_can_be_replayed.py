@@ -7,7 +7,7 @@ import torch
 import variable_batch_size as vbs
 
 POLICIES = list(policy_runs.POLICIES)
-ON_THREE_CORES = ["autoscale", "per core", "norm test"]  # of which the number of cores is a part; others in a long test
+ON_THREE_CORES = ["autoscale", "per core", "norm test"]  # they depend on the number of cores; others in a long test
 MEASURING = ["autoscale", "norm test", "on plateau"]  # they decide by noise, by norms and by the loss
 
 

@@ -1,4 +1,4 @@
-"""Tests on TorchTPU's device, over XLA's CPU plugin, in an environment of their own: make torchtpu."""
+"""Tests on TorchTPU's device, over XLA's CPU plugin, in a separate environment: make torchtpu."""
 
 import pytest
 
