@@ -448,3 +448,23 @@ def test_divide_factor_set_after_the_optimizer_raises(on_cores):
         assert message is None or message.startswith(
             "set_gradient_divide_factor(4.0) was called after the optimizer was made"
         )
+
+
+def message_about_an_added_group():
+    model, sampler = parts(sharded_models.sharded, trace=[16])
+    *first, late = model.parameters()
+    inner = sharded_models.sgd(first)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, model=model, reduce_scatter_once=True)
+    x, y = sharded_models.data()
+    indices = next(iter(sampler))
+    sharded_models.loss_of(model, x[indices], y[indices]).backward()
+    assert not optimizer.step()
+    with pytest.raises(RuntimeError, match="has summed gradients of this step for the added parameters") as raised:
+        optimizer.add_param_group({"params": [late]})
+    assert len(optimizer.param_groups) == 1
+    return str(raised.value)
+
+
+def test_a_group_added_within_a_step_that_reduces_once_raises(on_cores):
+    for message in on_cores(2, message_about_an_added_group):
+        assert "after step() has returned True, or pass `reduce_scatter_once=False`" in message

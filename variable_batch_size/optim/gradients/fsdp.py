@@ -79,6 +79,9 @@ class FSDPAccumulator(GradientAccumulator):
             raise ValueError(f"`reduce_scatter_once` does not support fully_shard of torch {torch.__version__}")
 
     def rebuild(self) -> None:
+        if self._num_unreduced:
+            when = "call add_param_group() after step() has returned True, or pass `reduce_scatter_once=False`"
+            raise RuntimeError(f"FSDP has summed gradients of this step for the added parameters already: {when}")
         self._modules: list[Any] = self._wrappers.fsdp
         inner = {id(part) for module in self._modules for part in module.modules() if part is not module}
         for hook in self._hooks:
