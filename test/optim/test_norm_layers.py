@@ -477,6 +477,16 @@ def test_layer_that_normalizes_in_another_way_does_not_count():
     assert len(optimizer._accumulator.norm_layers.parameters) == 2
 
 
+def test_layers_are_recognized_whatever_the_default_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        _, optimizer = make(network(LAYERS["RMSNorm of transformers"]))
+    finally:
+        torch.set_default_dtype(before)
+    assert len(optimizer._accumulator.norm_layers.parameters) == 2
+
+
 LAYER = nn.LayerNorm(3)
 REFUSED = [
     (nn.Linear(3, 3), {}, r"needs LayerNorm, RMSNorm or GroupNorm .*: loop over optimizer.halves\(…\) instead$"),

@@ -230,7 +230,8 @@ def _has_form(module: nn.Module, form: _Form) -> bool:
     trial: Any = copy.deepcopy(module).to("cpu", torch.float32)
     kind, shape, _ = form
     size = (2, trial.weight.numel(), 3) if kind == "groups" else (2, 3, *shape)
-    x, dy = (torch.randn(size, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(size, generator=generator, dtype=torch.float32) for _ in range(2))
     try:
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(trial(x), [trial.weight.requires_grad_()], dy)
