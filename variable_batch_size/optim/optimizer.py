@@ -875,7 +875,11 @@ class CustomOptimizer(OptimizerProxy):
             self._driver.loss = loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, on all cores; their values are those of core 0, and they have no gradient."""
+        """Add a group of parameters, on all cores; their values are those of core 0, and they have no gradient.
+
+        With ``add_param_group`` of `inner` instead, they keep the gradients that they have, which may be sums over
+        several minibatches: call ``model.zero_grad()`` before.
+        """
         before = list(self.parameters())
         with consistency.rollback_param_groups(self.inner):
             self.inner.add_param_group(param_group)
