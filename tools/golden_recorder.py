@@ -280,7 +280,7 @@ class Recorder:
             "weights": digest(self._model.parameters()),
             "buffers": digest(self._model.buffers()),
             "state": digest(_state_tensors(self._inners)),
-            "applied": self._applied,
+            "applied": [[_digested(group) for group in groups] for groups in self._applied],
             "samples": [len(self._samples), hashlib.sha256(json.dumps(self._samples).encode()).hexdigest()[:16]],
             "losses": digest(self._losses),
             "at": [optimizer.epoch, optimizer.epoch_step, optimizer.steps_done, optimizer.samples_done],
@@ -299,15 +299,28 @@ class Recorder:
         }
 
     def _note_applied(self, inner: Any, args: Any, kwargs: Any) -> None:
-        """Record the gradients and hyperparameters of a step of the inner optimizer."""
+        """Record the gradients and hyperparameters of a step of the inner optimizer.
+
+        They are copied and read after the step: virtual XLA cores that read within it would all start graphs with
+        collectives, which may deadlock.
+        """
         with self._paused():
             groups = [
-                {name: plain(group[name]) for name in SETTINGS if name in group}
-                | {"gradients": digest(p.grad for p in group["params"] if p.grad is not None)}
+                {name: _copied(group[name]) for name in SETTINGS if name in group}
+                | {"gradients": [_copied(p.grad) for p in group["params"] if p.grad is not None]}
                 | {"with_gradient": "".join("01"[p.grad is not None] for p in group["params"])}
                 for group in inner.param_groups
             ]
             self._applied.append(groups)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _digested(group: dict[str, Any]) -> dict[str, Any]:
+    """What was applied to a parameter group, with its gradients as one digest."""
+    return {name: plain(value) for name, value in group.items()} | {"gradients": digest(group["gradients"])}
 
 
 def _state_tensors(inners: list[Any]) -> Iterator[torch.Tensor]:
