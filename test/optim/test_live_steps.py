@@ -95,7 +95,7 @@ def test_what_cores_that_have_begun_a_step_leave_is_run_by_those_that_have_not()
     optimizer = optimizer_of(torch.nn.Linear(2, 1), loader)
     changes = [Change([1, 2], [], 5, 0, False, 0), Change([2], [], 5, None, False, 0)]
     membership = SimpleNamespace(core=2, members=[2], changes=changes)
-    parts = optimizer._cursor, optimizer._accumulator, optimizer._buffers
+    parts = optimizer._cursor, optimizer._accumulator, optimizer._buffers, optimizer._loss_scale
     steps = LiveSteps(optimizer, SimpleNamespace(membership=membership), *parts)
     steps._members = [1, 2, 3]
     steps._apply_changes()

@@ -180,6 +180,60 @@ def test_buffers_of_a_skipped_step_are_restored(first):
     assert optimizer.steps_skipped == 1
 
 
+@pytest.mark.parametrize("kind", ["trace", "open steps"])
+def test_buffers_are_restored_although_the_first_minibatches_are_left_out(kind):
+    """These do not show whether a scaler is in use."""
+    model, scaler, (x, _) = model_of(), scaler_of(), data()
+    trace = [8, 8] if kind == "trace" else vbs.OpenSteps()
+    sampler = vbs.CustomSampler(200, trace, minibatch_size=4)
+    sampler.must_be_read = False
+    optimizer = vbs.Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), sampler, rule="linear", ref_batchsize=4, model=model
+    )
+    for number in range(4):
+        last = {} if kind == "trace" else {"last": number % 2 == 1}
+        if number == 2:
+            before = copy.deepcopy(dict(model.named_buffers()))
+        loss = model(x[4 * number : 4 * number + 4]).square().mean()
+        if number < 2:
+            optimizer.step(**last)
+            continue
+        scaler.scale(loss * (math.inf if number == 3 else 1)).backward()
+        scaler.step(optimizer, **last)
+        scaler.update()
+    assert optimizer.steps_skipped == 1
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+def leaving_out(left, poisoned):
+    """A run on two cores with one minibatch each in a step; core 0 leaves one out, and core 1 has an inf."""
+    model, scaler, (x, y) = model_of(), scaler_of(growth_interval=1000), data()
+    sampler = vbs.CustomSampler(200, [2 * MINIBATCH] * 3, minibatch_size=MINIBATCH)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, model=model)
+    updates = []
+    for step, indices in enumerate(sampler):
+        loss = nn.functional.cross_entropy(model(x[indices]), y[indices])
+        if (dist.get_rank(), step) == (0, left):
+            optimizer.step()
+        else:
+            scaler.scale(loss * (math.inf if (dist.get_rank(), step) == (1, poisoned) else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        updates.append(optimizer.updated)
+    return updates, optimizer.steps_skipped, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_core_that_leaves_its_minibatch_out_skips_together_with_the_others(on_cores, step):
+    found = on_cores(2, leaving_out, step, step)
+    for updates, skipped, weights in found:
+        assert (updates, skipped) == ([number != step for number in range(3)], 1)
+        assert all(map(torch.equal, weights, found[0][2]))
+        assert all(w.isfinite().all() for w in weights)
+
+
 def test_without_a_scaler_no_hooks_remain_after_the_first_minibatch_on_one_core():
     model = model_of()
     sampler = vbs.CustomSampler(200, [8, 8], minibatch_size=4)
@@ -239,6 +293,60 @@ def test_bucket_views_reject_a_scale_change_within_a_step():
     # if each minibatch is measured, it is unscaled separately
     scaled = train("adascale", scaler=scaler_of(growth_interval=3), gradient_as_bucket_view=True)
     same(scaled, train("adascale", gradient_as_bucket_view=True))
+
+
+def minibatch_without_a_scaler(optimizer, scaler, loss):
+    loss.backward()
+    optimizer.step()
+
+
+def minibatch_that_is_left_out(optimizer, scaler, loss):
+    optimizer.step()
+
+
+def minibatch_with_a_scaler(optimizer, scaler, loss):
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def run_of(minibatches, **options):
+    """The weights after two steps with these two minibatches."""
+    model, scaler, (x, y) = model_of(), scaler_of(growth_interval=1000), data()
+    model[1].eval()
+    sampler = vbs.CustomSampler(200, [8, 8], minibatch_size=4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, model=model, **options)
+    for indices, run_minibatch in zip(sampler, [*minibatches] * 2, strict=True):
+        run_minibatch(optimizer, scaler, nn.functional.cross_entropy(model(x[indices]), y[indices]))
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_bucket_views_are_unscaled_if_a_minibatch_is_left_out(left):
+    kinds = [minibatch_that_is_left_out, minibatch_with_a_scaler]
+    scaled = run_of(kinds if left == 0 else kinds[::-1], gradient_as_bucket_view=True)
+    plain = [minibatch_that_is_left_out, minibatch_without_a_scaler]
+    for one, other in zip(scaled, run_of(plain if left == 0 else plain[::-1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("first", [minibatch_with_a_scaler, minibatch_without_a_scaler])
+def test_bucket_views_reject_a_step_in_which_only_some_minibatches_are_scaled(first):
+    kinds = [minibatch_with_a_scaler, minibatch_without_a_scaler]
+    kinds = kinds if first is kinds[0] else kinds[::-1]
+    with pytest.raises(RuntimeError, match=r"^with `gradient_as_bucket_view`, GradScaler must scale all minibatches"):
+        run_of(kinds, gradient_as_bucket_view=True)
+    run_of(kinds)  # elsewhere each has its own scale
+
+
+def test_a_closure_is_refused_whose_gradients_would_stay_scaled():
+    model, other, scaler, (x, _) = model_of(), nn.Linear(3, 1).double(), scaler_of(), data()
+    sampler = vbs.CustomSampler(200, [8], minibatch_size=4)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=8)
+    scaler.scale(other(x[:4]).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"^GradScaler.step\(\) must not be called with a closure"):
+        scaler.step(optimizer, lambda: scaler.scale(model(x[:4]).sum()).backward())
 
 
 def test_bucket_views_reject_gradients_that_were_already_unscaled():
@@ -309,6 +417,79 @@ def test_fully_shard_model_trains_as_without_a_scaler(on_cores, rule):
         for one, other in zip(weights, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
         assert noise == (None if expected_noise is None else pytest.approx(expected_noise, rel=1e-5))
+
+
+def with_sharded_scaler(is_sharded, unscales, reduces_once):
+    """The weights of a run with the scaler that torch has for FSDP, or an error."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    if is_sharded:
+        fully_shard(model)
+    sampler = vbs.CustomSampler(200, [16, 16], minibatch_size=4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"model": model, "reduce_scatter_once": reduces_once}
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, **options)
+    scaler, (x, y) = ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=1), data()
+    try:
+        for indices in sampler:
+            scaler.scale(nn.functional.cross_entropy(model(x[indices]), y[indices])).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    except RuntimeError as error:
+        return str(error)
+    return [p.full_tensor().detach() if is_sharded else p.detach() for p in model.parameters()]
+
+
+def with_sharded_scalers():
+    cases = itertools.product([False, True], [False, True])
+    return {case: with_sharded_scaler(*case, False) for case in cases}, with_sharded_scaler(True, False, True)
+
+
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor")
+def test_sharded_grad_scaler_trains_as_grad_scaler(on_cores):
+    for results, message in on_cores(2, with_sharded_scalers):
+        expected = results.pop((False, False))
+        for weights in results.values():
+            for one, other in zip(weights, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+        assert message.startswith("GradScaler needs the gradient of every minibatch")
+
+
+def leaving_out_sharded(calls_scaler):
+    """The error on core 0, which leaves out its minibatch of the second step."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    fully_shard(model)
+    sampler = vbs.CustomSampler(200, [8, 8], minibatch_size=4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, model=model)
+    scaler, (x, _) = scaler_of(), data()
+    for step, indices in enumerate(sampler):
+        loss = model(x[indices]).square().mean()
+        if step == 1 and dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match=r"^with GradScaler and fully_shard, a minibatch must not be left"):
+                scaler.step(optimizer) if calls_scaler else optimizer.step()
+            (loss * 0).backward()  # the other core waits in its backward pass
+            for p in model.parameters():
+                p.grad = None
+            return
+        scaler.scale(loss).backward()
+        if step == 1:
+            return
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("calls_scaler", [True, False])
+def test_a_minibatch_of_fully_shard_must_not_be_left_out(on_cores, calls_scaler):
+    on_cores(2, leaving_out_sharded, calls_scaler)
 
 
 def test_different_scales_on_the_ranks_of_fully_shard_raise(on_cores):

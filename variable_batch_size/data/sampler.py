@@ -505,7 +505,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         self._warn_if_truncated()
         for minibatch in self._samples():
             if self.num_passes != number:
-                advice = "begin another one, as with iter(loader)"
+                advice = "begin another one after it, as with iter(loader)"
                 raise RuntimeError(f"set_epoch() was called in the middle of a pass: {advice}")
             if self.num_to_run is not None:
                 return

@@ -18,6 +18,7 @@ from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.gradients.accumulator import Counts, StepGradient
 from variable_batch_size.optim.gradients.buckets import BucketAccumulator
+from variable_batch_size.optim.loss_scale import LossScale
 from variable_batch_size.optim.steps import Steps
 from variable_batch_size.schedules.schedule import require_equal_minibatches
 
@@ -51,7 +52,13 @@ class LiveSteps(Steps):
     """Reduces the gradients of an optimizer as cores join and leave, and lets the remaining ones redo what is lost."""
 
     def __init__(
-        self, optimizer: Any, communicator: LiveCores, cursor: Cursor, accumulator: BucketAccumulator, buffers: Buffers
+        self,
+        optimizer: Any,
+        communicator: LiveCores,
+        cursor: Cursor,
+        accumulator: BucketAccumulator,
+        buffers: Buffers,
+        loss_scale: LossScale,
     ) -> None:
         if accumulator.is_view:
             raise ValueError("`gradient_as_bucket_view` must be False with `elastic`, which keeps sums of its own")
@@ -59,6 +66,7 @@ class LiveSteps(Steps):
             raise ValueError("`measure_noise` must not be 'own norm' with `elastic`: its sums are lost with a core")
         self._optimizer, self._communicator = optimizer, communicator
         self._cursor, self._accumulator, self._buffers = cursor, accumulator, buffers
+        self._loss_scale = loss_scale
         self._membership: Membership = communicator.membership
         self._members = [self._membership.core]  # as of the latest change that was applied
         self._has_joined = False
@@ -121,8 +129,8 @@ class LiveSteps(Steps):
 
     def reduce(self, plan: StepPlan) -> StepGradient | None:
         """The gradient of a step; None if this core has to run further minibatches first."""
-        if self._communicator.num_replicas > 1:
-            self._accumulator.counts = Counts(self._cursor.num_own, plan.num_minibatches)
+        scaled = int(self._loss_scale.is_used)
+        self._accumulator.counts = Counts(self._cursor.num_own, plan.num_minibatches, scaled=scaled)
         if not self._has_joined:
             raise RuntimeError("with `elastic`, train in a loop `for epoch in optimizer.epochs(…)`")
         if plan.is_idle:
@@ -142,10 +150,13 @@ class LiveSteps(Steps):
         kept = accumulator.kept_sums() if len(self._membership.members) > 1 else None
         try:
             with self._communicator.raising():
-                return accumulator.reduce(plan)
+                gradient = accumulator.reduce(plan)
         except MembershipChanged:
             accumulator.restore_sums(kept)
             return None
+        if accumulator.counts is not None and accumulator.counts.scaled:
+            self._loss_scale.use()
+        return gradient
 
     def _lost_places(self, step: int) -> list[int]:
         """What this core has to run in addition, after cores have left within a step."""

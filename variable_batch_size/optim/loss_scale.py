@@ -1,7 +1,7 @@
 """LossScale: divides the gradients of each minibatch by the scale that a torch.amp.GradScaler had for it."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,37 +18,75 @@ class LossScale:
     """
 
     def __init__(
-        self, parameters: Callable[[], Iterable[Any]], *, is_summed: bool, everyone: Communicator | None, measures: bool
+        self,
+        parameters: Callable[[], Iterable[Any]],
+        *,
+        is_summed: bool,
+        everyone: Communicator | None,
+        measures: bool,
+        reduces_once: bool,
     ) -> None:
         self._parameters, self._measures = parameters, measures
         self._everyone = everyone  # ranks of a model in fully_shard, which reduces before gradients are unscaled
+        self._reduces_once = reduces_once  # whether fully_shard reduces in the last round of a step only
         self._is_summed = is_summed  # whether p.grad is the sum over the step's minibatches so far
+        self._was_used = False  # in any pass
+        self.reset()
+
+    def reset(self) -> None:
+        """Before a pass."""
         self._of_step: list[tuple[torch.Tensor, torch.Tensor]] = []  # scale and found_inf of its minibatches
-        self.is_used = False  # whether a GradScaler has called step() in this pass
+        self.is_used = False  # whether a GradScaler has called step() in this pass, on any rank as far as is known
+        self.is_absent = False  # whether none is in use, as a minibatch of this rank had gradients without one
+
+    def use(self) -> None:
+        """From now on in this pass, look for gradients that are not finite."""
+        self.is_used = self._was_used = True
+        self.is_absent = False
 
     def unscale_(self, plan: StepPlan, scale: torch.Tensor | None, found_inf: Any) -> torch.Tensor | None:
         """Divide ``p.grad`` by the scale; returns the factor applied, None if the user has already unscaled it."""
+        if self._reduces_once:
+            problem = "GradScaler needs the gradient of every minibatch, but fully_shard reduces that of a whole step"
+            raise RuntimeError(f"{problem}: pass `reduce_scatter_once=False`")
+        if self.is_absent and self._is_summed:
+            self._refuse_mix()
+        self.use()
         if not isinstance(found_inf, torch.Tensor):  # there are no gradients
-            if self._everyone is not None:
-                problem = "GradScaler needs a gradient in every minibatch, but fully_shard has reduced none"
-                raise RuntimeError(f"{problem}: pass `reduce_scatter_once=False`")
+            self.leave_out(plan, has_gradients=False)
             return None
+        found_inf = found_inf.reshape(())
         if scale is None:
             self._check_unscaled(plan)
             self._multiply_(torch.where(found_inf > 0, torch.nan, torch.ones_like(found_inf)))
             return None
-        # as GradScaler computes it; Apple's GPUs have no double precision
-        inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
         if self._is_summed or self._everyone is not None:
             self._of_step.append((scale.clone(), found_inf.clone()))
-            if plan.is_last:
-                self._check_step()
-        if not self._is_summed or plan.is_last:
+        inverse = _inverse(scale)
+        if not self._is_summed:
             self._multiply_(torch.where(found_inf > 0, torch.nan, inverse))
+        self._end_step(plan)
         return inverse
 
-    def reset(self) -> None:
-        self._of_step = []
+    def leave_out(self, plan: StepPlan, *, has_gradients: bool) -> None:
+        """Take a minibatch that no GradScaler has scaled: usually one without a backward pass."""
+        if self._everyone is not None and self._was_used and not has_gradients:
+            rule = "with GradScaler and fully_shard, a minibatch must not be left out"
+            raise RuntimeError(f"{rule}, as the other ranks would wait for this one: multiply its loss by 0 instead")
+        if not self.is_used:
+            self.is_absent = has_gradients
+            return
+        if self._is_summed and has_gradients:
+            self._refuse_mix()
+        self._end_step(plan)
+
+    def _end_step(self, plan: StepPlan) -> None:
+        """After the last minibatch of a step: check its scales, and unscale the sum of its gradients."""
+        if plan.is_last and self._of_step:
+            scale, found_inf = self._of_step[-1]
+            self._check_step()
+            if self._is_summed:
+                self._multiply_(torch.where(found_inf > 0, torch.nan, _inverse(scale)))
 
     def _multiply_(self, factor: torch.Tensor) -> None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -59,6 +97,10 @@ class LossScale:
                 by_device.setdefault(p.grad.device, []).append(p.grad)
         for device, gradients in by_device.items():
             torch._foreach_mul_(to_locals(gradients), factor.to(device))
+
+    def _refuse_mix(self) -> NoReturn:
+        problem = "with `gradient_as_bucket_view`, GradScaler must scale all minibatches of a step or none"
+        raise RuntimeError(f"{problem}, as autograd sums their gradients: use `gradient_as_bucket_view=False`")
 
     def _check_unscaled(self, plan: StepPlan) -> None:
         if self._is_summed and plan.num_rounds > 1:
@@ -89,3 +131,8 @@ class LossScale:
                 "with `gradient_as_bucket_view`, the scale of GradScaler must not change within a step, as autograd "
                 f"sums its gradients, got {scales}: use a large growth_interval, or `gradient_as_bucket_view=False`"
             )
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    """As GradScaler computes it; Apple's GPUs have no double precision."""
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()

@@ -182,7 +182,7 @@ class OpenStep(Steps):
             return None
         # a core without minibatches learns from the others
         self._weights.is_weighted, self._loss_scale.is_used = totals.weighted > 0, totals.scaled > 0
-        self._buffers.expect_skips(self._skips or totals.scaled > 0)
+        self._buffers.expect_skips(self._skips or totals.scaled > 0 or not self._loss_scale.is_absent)
         return gradient
 
     def _agree(self, *, is_done: bool) -> None:

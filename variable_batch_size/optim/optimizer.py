@@ -195,7 +195,7 @@ class CustomOptimizer(OptimizerProxy):
             exact=exact,
             reduce_scatter_once=reduce_scatter_once,
         )
-        self._init_minibatches(model)
+        self._init_minibatches(model, reduces_once=reduce_scatter_once)
         self._begin_epoch()
         sampler.attach(self)
         finish_checks()
@@ -229,12 +229,13 @@ class CustomOptimizer(OptimizerProxy):
         self._cursor = Cursor(sampler.schedule, sampler.rank)
         self._cursor.move(sampler.epoch, sampler.first_step)
 
-    def _init_minibatches(self, model: torch.nn.Module | None) -> None:
+    def _init_minibatches(self, model: torch.nn.Module | None, *, reduces_once: bool) -> None:
         """What happens before and after each minibatch."""
         sampler, parameters = self.sampler, self.parameters
         everyone = everyone_for(parameters(), sampler.process_group) if self._wrappers.fsdp else None
         is_summed = self._accumulator.is_summed_by_autograd
-        self._loss_scale = LossScale(parameters, is_summed=is_summed, everyone=everyone, measures=self._measures)
+        how: Any = {"measures": self._measures, "reduces_once": reduces_once}
+        self._loss_scale = LossScale(parameters, is_summed=is_summed, everyone=everyone, **how)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._seeder = MinibatchSeeder(self.seeds_minibatches, sampler, self._cursor, next(parameters()), model)
         self._hyperparameters = StepHyperparameters(self.inner, self._communicator)
@@ -254,8 +255,8 @@ class CustomOptimizer(OptimizerProxy):
             device = next(self.parameters()).device
             return OpenStep(sampler, cursor, accumulator, *what, skips=self.skip_nonfinite, device=device)
         if isinstance(self._communicator, LiveCores) and isinstance(accumulator, BucketAccumulator):
-            return LiveSteps(self, self._communicator, cursor, accumulator, self._buffers)
-        return KnownSteps(cursor, accumulator)
+            return LiveSteps(self, self._communicator, cursor, accumulator, self._buffers, self._loss_scale)
+        return KnownSteps(cursor, accumulator, self._loss_scale)
 
     def __repr__(self) -> str:
         names = " and ".join(type(one).__name__ for one in optimizers_of(self.inner))
@@ -353,7 +354,7 @@ class CustomOptimizer(OptimizerProxy):
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a function, where the public one is an object
         try:
-            if "found_inf" in self.__dict__:
+            if "found_inf" in self.__dict__ or not self._loss_scale.is_absent:
                 self._unscale(plan)
             # the sum of the weights divides the gradient: in open steps without weights, the number of minibatches
             self._accumulator.accumulate(plan, 1.0 if weight is None and plan.is_open else weight)
@@ -473,21 +474,29 @@ class CustomOptimizer(OptimizerProxy):
         self._accumulator.attached = ", ".join([*self._attachments.names, *norms, *passes])
         self._watch(True)
         self._accumulator.is_one_of_several = self.sampler.is_shared
-        self._loss_scale.is_used = False
-        if not self._communicator.is_one_program and not self._cursor.schedule.is_open:  # there, others may scale
-            self._buffers.expect_skips(self.skip_nonfinite or "found_inf" in self.__dict__)
+        self._loss_scale.reset()
 
     def _unscale(self, plan: StepPlan) -> None:
-        """Divide the gradients of the minibatch by the scale of the GradScaler that has called :meth:`step`."""
-        if not self._loss_scale.is_used and self._communicator.is_one_program and not self.skip_nonfinite:
+        """Divide the gradients of the minibatch by the scale of the GradScaler, if one has called :meth:`step`."""
+        is_one_program, is_open = self._communicator.is_one_program, self._cursor.schedule.is_open
+        if "found_inf" not in self.__dict__:
+            self._loss_scale.leave_out(plan, has_gradients=self._accumulator.has_gradients())
+            if self._loss_scale.is_absent and not is_one_program and not is_open:  # there, others may scale
+                self._buffers.expect_skips(self.skip_nonfinite)
+            return
+        if is_one_program and not self.skip_nonfinite:
             raise RuntimeError("GradScaler on XLA needs an optimizer with `skip_nonfinite=True`")
-        self._loss_scale.is_used = True
         scale, found_inf = self.__dict__["grad_scale"], self.__dict__["found_inf"]
         self._accumulator.inverse_scale = self._loss_scale.unscale_(plan, scale, found_inf)
+        if not is_one_program:
+            self._buffers.expect_skips(True)
 
     def _run(self, closure: Any) -> Any:
         if not callable(closure):
             raise ValueError(f"`closure` must be a function, got {closure!r}: pass a weight as step(weight=…)")
+        if "found_inf" in self.__dict__:  # of before the closure
+            advice = "run the backward pass before scaler.step(optimizer)"
+            raise RuntimeError(f"GradScaler.step() must not be called with a closure, whose scale is unknown: {advice}")
         with torch.enable_grad():
             return closure()
 
@@ -600,7 +609,7 @@ class CustomOptimizer(OptimizerProxy):
     def _follow_reassigned(self) -> None:
         """Continue with the minibatches of another rank, after cores have joined or left."""
         self._runs = self.sampler.new_count()
-        self._buffers.expect_skips(self.skip_nonfinite or self._loss_scale.is_used)
+        self._buffers.expect_skips(self.skip_nonfinite or not self._loss_scale.is_absent)
         if not self._cursor.is_accumulating:  # otherwise there is one from before the step
             upcoming = self._cursor.next
             self._buffers.snapshot(upcoming is not None and upcoming.is_idle)

@@ -8,6 +8,7 @@ import torch
 from variable_batch_size.data.cursor import Cursor, RunCount, StepPlan
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.gradients.accumulator import Counts, GradientAccumulator, StepGradient
+from variable_batch_size.optim.loss_scale import LossScale
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.schedule import BaseSchedule
 
@@ -71,16 +72,20 @@ def _refuse_known(schedule: BaseSchedule, what: str) -> NoReturn:
 class KnownSteps(Steps):
     """The cursor advances and the accumulator reduces: one call each, as every minibatch makes them."""
 
-    def __init__(self, cursor: Cursor, accumulator: GradientAccumulator) -> None:
-        self._cursor, self._accumulator = cursor, accumulator
+    def __init__(self, cursor: Cursor, accumulator: GradientAccumulator, loss_scale: LossScale) -> None:
+        self._cursor, self._accumulator, self._loss_scale = cursor, accumulator, loss_scale
         self.advance = cursor.advance
         self.reduce = accumulator.reduce if accumulator.communicator.num_replicas == 1 else self._count_and_reduce
 
     def _count_and_reduce(self, plan: StepPlan) -> StepGradient:
-        """Compare the minibatches that the cores have run, too."""
-        cursor = self._cursor
-        self._accumulator.counts = Counts(cursor.num_own * cursor.num_parts, plan.num_minibatches)
-        return self._accumulator.reduce(plan)
+        """Compare the minibatches that the cores have run, too, and learn whether any has a GradScaler."""
+        cursor, accumulator, scaling = self._cursor, self._accumulator, self._loss_scale
+        num_own, is_used = cursor.num_own * cursor.num_parts, scaling.is_used
+        accumulator.counts = Counts(num_own, plan.num_minibatches, scaled=int(is_used))
+        gradient = accumulator.reduce(plan)
+        if not is_used and accumulator.counts.scaled:
+            scaling.use()
+        return gradient
 
 
 class Halves:

@@ -30,6 +30,7 @@ UNWEIGHTED = -(2.0**20)
 
 _NUM_SAMPLES = 8  # weights that are compared in the first step of an epoch
 NUM_COUNTS, _NUM_CHECKSUMS = 5, 4
+_SCALED = 3  # which of them is `scaled`
 NUM_CHECKS = NUM_COUNTS + _NUM_CHECKSUMS
 NUM_DIGEST = _NUM_SAMPLES + NUM_CHECKS
 _MAX_DRIFT = 1e-4  # of weights between ranks; processors of different kinds may round differently
@@ -44,11 +45,10 @@ class Counts(NamedTuple):
 
     own: int  # that this rank has run; in totals, that all ranks have run
     of_all: int | None  # that all ranks should have run together; None if that is not known, in open steps
-    # in open steps only
-    read: int = 0  # that were read from the loader
-    weighted: int = 0  # that have a weight
-    scaled: int = 0  # whose loss a GradScaler has scaled
-    at_end: int = 0  # 1 if this rank has no more in the epoch; in totals, the number of these ranks
+    read: int = 0  # that were read from the loader, in open steps only
+    weighted: int = 0  # that have a weight, in open steps only
+    scaled: int = 0  # 1 if this rank has a GradScaler, and if the sum was read, if any has; in totals, how many have
+    at_end: int = 0  # 1 if this rank has no more in the epoch; in totals, how many have none; in open steps only
 
 
 class Measured(NamedTuple):
@@ -470,18 +470,19 @@ class GradientAccumulator(ABC):
             self.totals, expected = Counts(own, None, *others), [*found, *sums]
         else:
             expected = [counts.of_all * copies, *[0] * (NUM_COUNTS - 1), *sums]
+            expected[_SCALED] = counts.scaled * ranks
         own, self._sampled, self._unread = self._sampled, None, None
         if own is None and checks.device.type != "cpu":
             self._unread = checks.clone(), expected
-        elif own is None and checks.tolist() != expected:
-            self._refuse_different(checks.tolist(), expected)
+        elif own is None and (found := checks.tolist()) != expected:
+            self._refuse_different(self._learn(found, expected), expected)
         if own is None:
             return
         weights = reduced[:-NUM_CHECKS]
         distance = torch.linalg.vector_norm(weights - own * ranks) - _MAX_DRIFT * ranks * torch.linalg.vector_norm(own)
         *values, excess = torch.cat([checks, distance.view(1)]).tolist()
         weights.zero_()
-        self._refuse_different(values, expected)
+        self._refuse_different(self._learn(values, expected), expected)
         if excess > 0:
             raise RuntimeError(
                 "Ranks have different weights. Load a state on every rank, or before the optimizer is made, which "
@@ -489,10 +490,15 @@ class GradientAccumulator(ABC):
                 "momentum encoder, when step() has returned True: not in forward(), which padding minibatches run, too."
             )
 
+    def _learn(self, reduced: list[float], expected: Sequence[float]) -> list[float]:
+        """What is left to compare, once this rank has learned whether any rank has a GradScaler."""
+        if self.counts is not None and self.counts.of_all is not None:
+            self.counts = self.counts._replace(scaled=int(reduced[_SCALED] > 0))
+        return [*reduced[:_SCALED], expected[_SCALED], *reduced[_SCALED + 1 :]]
+
     def _refuse_different(self, reduced: list[float], expected: list[int]) -> None:
-        is_complete, *_, are_same_attached, are_same_lrs, is_same_epoch, is_same_layout = (
-            one == other for one, other in zip(reduced, expected, strict=True)
-        )
+        are_same = [one == other for one, other in zip(reduced, expected, strict=True)]
+        is_complete, *_, are_same_attached, are_same_lrs, is_same_epoch, is_same_layout = are_same
         if not is_same_layout:
             raise RuntimeError(
                 "Ranks disagree on which parameters require gradients. If you freeze parameters at random, use the "
@@ -507,6 +513,11 @@ class GradientAccumulator(ABC):
             raise RuntimeError(
                 f"Ranks have run {reduced[0]:g} minibatches of a step that has {expected[0]}. Call set_epoch() equally "
                 "often, and read the same sampler, on every rank."
+            )
+        if not are_same[_SCALED]:
+            raise RuntimeError(
+                "Only some ranks have called GradScaler.step() in a step. The first step of an epoch on an accelerator "
+                "must show whether a GradScaler is in use: leave out no minibatch in it."
             )
         if not are_same_attached:
             raise RuntimeError(
