@@ -139,6 +139,30 @@ def with_token_budget(device, fused=False):
     return model.state_dict(), optimizer.noise_scale
 
 
+def with_grad_scaler(device, rule="linear", fused=False, measure_noise=True, **options):
+    """Steps of one to four minibatches with scales that grow; some minibatches are left out, some are not finite."""
+    model, data = network(device), samples(device)
+    model.insert(2, nn.BatchNorm1d(8, device=device, dtype=torch.float64))
+    sampler = vbs.CustomSampler(dataset_size=len(data), trace=[8, 32, 16, 24] * 5, minibatch_size=8)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=fused)
+    optimizer = vbs.Optimizer(
+        inner, sampler, rule=rule, ref_batchsize=8, model=model, measure_noise=measure_noise, **options
+    )
+    scaler = torch.amp.GradScaler(device, init_scale=64.0, growth_interval=5)
+    for number, indices in enumerate(sampler):
+        loss = model(data[indices]).square().mean()
+        if number % 7 == 3 or number % 11 == 1:
+            optimizer.step()
+            continue
+        scaler.scale(loss * math.inf if number % 9 == 4 else loss).backward()
+        if number % 3 == 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    counts = {"scale": torch.tensor(scaler.get_scale()), "skipped": torch.tensor(optimizer.steps_skipped)}
+    return model.state_dict() | counts, optimizer.noise_scale
+
+
 OTHERS = {
     "open steps, noise measured": partial(with_open_steps, measure_noise=True),
     "open steps, exact": partial(with_open_steps, measure_noise=True, exact=True),
@@ -155,6 +179,14 @@ OTHERS = {
         with_noise, rule="adascale", measure_noise="own norm", fused=True
     ),
     "noise in the norm of AdamW": partial(with_noise, measure_noise="own norm"),
+    "GradScaler": with_grad_scaler,
+    "GradScaler, fused, clipped": partial(with_grad_scaler, fused=True, clip_grad_norm=1.0),
+    "GradScaler, exact": partial(with_grad_scaler, exact=True),
+    "GradScaler, AdaScale": partial(with_grad_scaler, rule="adascale"),
+    "GradScaler, AdaScale, fused": partial(with_grad_scaler, rule="adascale", fused=True),
+    "GradScaler, AdaScale, noise by norm layers": partial(
+        with_grad_scaler, rule="adascale", measure_noise="norm layers"
+    ),
 }
 
 
