@@ -145,7 +145,7 @@ def test_lock_of_a_killed_process_is_taken_over_at_once(tmp_path, is_reaped):
     program.communicate()
 
 
-@pytest.mark.parametrize("text", [owned_by(started="12"), "", "{", "[]", "null", '{"host": "here"}'])
+@pytest.mark.parametrize("text", [owned_by(started="another time"), "", "{", "[]", "null", '{"host": "here"}'])
 def test_lock_of_a_number_that_another_process_has_now_or_a_truncated_one_is_taken_over(tmp_path, text):
     (tmp_path / LOCK).write_text(text)
     assert train(tmp_path) == 3
