@@ -161,19 +161,11 @@ WAYS += [("fully_shard", "module", "late"), ("fully_shard", "nothing", "late")]
 LONG = [("DDP", "wrapper", "before"), ("DDP", "wrapper", "after"), ("DDP", "module", "before")]
 LONG += [("fully_shard", "wrapper", "before"), ("fully_shard", "wrapper", "between")]
 LONG += [("none", "module", "before"), ("none", "module", "after"), ("none", "nothing", "before")]
-HIDDEN = (
-    "gc.freeze() hides the modules around the parameters, such as a DistributedDataParallel: pass the wrapped model"
-)
 LATE = "wrapped in DistributedDataParallel after the optimizer was made"
 REPLACED = "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model"
-SHARDED = "or pass `model`, if gc.freeze() hides its fully_shard"
 ERRORS = {
-    ("DDP", "module", "between"): HIDDEN,
-    ("DDP", "nothing", "between"): HIDDEN,
     ("DDP", "module", "late"): LATE,
     ("DDP", "nothing", "late"): LATE,
-    ("fully_shard", "nothing", "before"): SHARDED,  # it changes the class of modules that are already frozen
-    ("fully_shard", "nothing", "between"): SHARDED,
     ("fully_shard", "module", "late"): REPLACED,
     ("fully_shard", "nothing", "late"): REPLACED,
 }

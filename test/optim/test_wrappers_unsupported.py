@@ -1,5 +1,6 @@
 """Unsupported models raise when the optimizer is made, and the error names the alternative."""
 
+import gc
 import sys
 import types
 
@@ -172,6 +173,9 @@ def messages():
     old = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     staged = nn.Linear(4, 4)
     stage = PipelineStage(staged, torch.distributed.get_rank(), 2, torch.device("cpu"))
+    gc.freeze()
+    frozen = message(staged)
+    gc.unfreeze()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
     split = sharded_models._split(transformer(), mesh["model"])
     both = sharded_models.sharded(sharded_models._split(transformer(), mesh["model"]), mesh=mesh["data"])[0]
@@ -181,6 +185,7 @@ def messages():
     found = {
         "fsdp1": message(old),
         "pipeline": message(staged),
+        "frozen pipeline": frozen,
         "split over cores": message(split),
         "both over cores": message(both),
         "exact": message(sharded[0], exact=True),
@@ -211,10 +216,12 @@ def other_trace(group):
 
 
 ADDED = "added parameters must be sharded over the same processes and in the same way as the others"
+PIPELINE = "pipeline parallelism is not supported, because its schedule runs the minibatches itself"
 EXPECTED = {
     "fsdp1": "(FSDP1) is not supported, because it reduces gradients in every backward pass: use fully_shard (FSDP2) "
     "of torch.distributed.fsdp, available since torch 2.6",
-    "pipeline": "pipeline parallelism is not supported, because its schedule runs the minibatches itself",
+    "pipeline": PIPELINE,
+    "frozen pipeline": PIPELINE,
     "split over cores": "Parameters are sharded over ranks that the sampler assigns different samples to.",
     "both over cores": "fully_shard must be over the 2 ranks that the sampler assigns different samples to.",
     "exact": "`exact` must be False for sharded parameters",
@@ -288,6 +295,12 @@ def test_data_parallel_is_found_where_the_model_was_not_passed(monkeypatch):
     model = nn.DataParallel(inner)
     model.device_ids = [0, 1]
     assert message(inner).startswith("DataParallel over several devices is not supported")
+    gc.freeze()
+    try:
+        assert message(inner).startswith("DataParallel over several devices is not supported")
+        assert gc.get_freeze_count() > 10_000  # the objects are frozen again
+    finally:
+        gc.unfreeze()
 
 
 def test_data_parallel_on_one_device_is_the_plain_model():

@@ -88,7 +88,6 @@ def find_wrappers_of_framework(optimizer: CustomOptimizer) -> None:
     """Find the wrappers that a framework has put around the model since the optimizer was created."""
     wrappers = optimizer._wrappers
     wrappers.update(wrappers.parameters)
-    wrappers.is_prepared = True
     wrappers.disable_ddp_allreduce(communicator_for(wrappers.parameters, optimizer.sampler.process_group))
 
 

@@ -1,18 +1,18 @@
 """Finds what else reduces, shards or counts the gradients of an optimizer: DDP, fully_shard, Accelerate, and others.
 
 A parameter has no reference to the modules around it. They are searched for in the model that the user passed, and on
-the heap only if that is not enough. ``gc.freeze()`` hides objects from that search, so doubtful cases are refused.
+the heap only if that is not enough, with the objects that ``gc.freeze()`` hides.
 """
 
 import gc
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -102,7 +102,6 @@ class Wrappers:
         self.parameters, self.model = list(parameters), model
         # parameters, also others of the model, that are in no DistributedDataParallel from before the optimizer
         self.cleared = {*cleared}
-        self.is_prepared = False  # whether an integration has prepared the optimizer for its framework
         self.is_checked = False  # whether the first minibatch of a pass has been checked
         if is_running():
             _watch_for_ddp()
@@ -113,7 +112,6 @@ class Wrappers:
         kinds = self._kinds_to_search()
         if kinds:
             self._sort([*candidates, *_alive(*kinds)])
-            self._refuse_hidden()
         if is_running():
             others = [p for p in (model.parameters() if model is not None else ()) if not _is_costly(p)]
             self.cleared |= {*self.parameters, *others} - _hooked(others)
@@ -122,7 +120,7 @@ class Wrappers:
     def update(self, parameters: Iterable[torch.Tensor]) -> None:
         """Search again, after parameters were added or the model was wrapped."""
         found = Wrappers(parameters, self.model, self.cleared)
-        found.is_prepared, found.is_checked = self.is_prepared, self.is_checked
+        found.is_checked = self.is_checked
         self.__dict__.update(vars(found))
 
     def _sort(self, candidates: Iterable[Any]) -> None:
@@ -165,17 +163,6 @@ class Wrappers:
         kinds = [DistributedDataParallel, SyncBatchNorm, _imported(_FSDP2), *unsupported]
         return [kind for kind in kinds if kind is not None]
 
-    def _refuse_hidden(self) -> None:
-        if not _is_frozen() or not is_running() or dist.get_world_size() == 1:
-            return
-        uncovered = self._uncovered()
-        may_have_norms = self.model is None and any(p.device.type not in ("cpu", "xla") for p in uncovered)
-        if may_have_norms or _hooked(uncovered) - self.cleared:  # SyncBatchNorm itself refuses to train on a CPU
-            raise RuntimeError(
-                "gc.freeze() hides the modules around the parameters, such as a DistributedDataParallel: pass the "
-                "wrapped model as `model=`, or call gc.freeze() after the optimizer is made"
-            )
-
     def disable_ddp_allreduce(self, communicator: Communicator) -> None:
         """Switch off DDP's all-reduce, which is wrong or hangs if ranks have different numbers of minibatches."""
         is_alone = communicator.num_replicas == 1
@@ -215,17 +202,16 @@ class Wrappers:
         fsdp = _imported(_FSDP2) if is_untouched else None
         kinds = [kind for kind in (*accelerate, fsdp, Optimizer if left_out else None) if kind is not None]
         found = _alive(*kinds) if kinds else []
-        is_blind = _is_frozen() and not self.is_checked
         if accelerate:
-            _refuse_prepared(optimizer, found, is_blind=is_blind and not self.is_prepared)
+            _refuse_prepared(optimizer, found)
         modules = self.model.modules() if self.model is not None else ()
-        if fsdp and ((is_blind and self.model is None) or any(isinstance(one, fsdp) for one in (*found, *modules))):
+        if fsdp and any(isinstance(one, fsdp) for one in (*found, *modules)):
             problem = "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model"
             advice = "apply it first, then make the optimizer from model.parameters(), before the model runs"
             raise RuntimeError(f"{problem}: {advice}")
         self._refuse_other_optimizers([one for one in found if isinstance(one, Optimizer)], left_out)
         is_unknown = self.model is None and bool(self._uncovered())
-        if is_several and not self.is_checked and (is_unknown or (left_out and is_blind)):
+        if is_several and not self.is_checked and is_unknown:
             self._watch_other_optimizers()
         self.is_checked = True
 
@@ -251,7 +237,7 @@ class Wrappers:
                 raise RuntimeError(f"{rule}, but {type(one).__name__} has some: pass both optimizers as a list")
 
     def _watch_other_optimizers(self) -> None:
-        """Check every optimizer at its first step, if the model is not known or may have been hidden."""
+        """Check every optimizer at its first step, if the model is not known."""
         record, checked = weakref.ref(self), weakref.WeakSet[Optimizer]()
 
         def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -276,8 +262,23 @@ def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
     return [p for group in groups for p in group["params"]]
 
 
+@contextmanager
+def _thawed() -> Iterator[None]:
+    """Show to a search what ``gc.freeze()`` hides; afterwards it is hidden again, with what was made since."""
+    if gc.get_freeze_count() < 10_000:  # not called with torch loaded; Python 3.12 starts with 375 objects
+        yield
+        return
+    gc.collect()  # what is not needed any more would otherwise be hidden, and so never be freed
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.freeze()
+
+
 def _modules_alive() -> list[Module]:
-    return [one for one in gc.get_objects() if issubclass(type(one), Module)]
+    with _thawed():
+        return [one for one in gc.get_objects() if issubclass(type(one), Module)]
 
 
 def _alive(*kinds: type) -> list[Any]:
@@ -285,7 +286,8 @@ def _alive(*kinds: type) -> list[Any]:
     classes = [*kinds]
     for one in classes:
         classes += type.__subclasses__(one)
-    return [thing for thing in gc.get_referrers(*classes) if issubclass(type(thing), kinds)]
+    with _thawed():
+        return [thing for thing in gc.get_referrers(*classes) if issubclass(type(thing), kinds)]
 
 
 def _unsupported() -> dict[type, str]:
@@ -314,11 +316,6 @@ def _hooked(parameters: Iterable[torch.Tensor]) -> set[torch.Tensor]:
     for p in trained:
         get_gradient_edge(p).node.metadata[key] = True  # type: ignore[index]
     return {p for p in trained if get_gradient_edge(p).node.metadata.pop(key, False)}  # type: ignore[attr-defined]
-
-
-def _is_frozen() -> bool:
-    """Whether ``gc.freeze()`` was called with torch loaded: many thousand objects; Python 3.12 starts with 375."""
-    return gc.get_freeze_count() > 10_000
 
 
 def _disable_before_forward(ddp: DistributedDataParallel, args: Any) -> None:
@@ -377,7 +374,7 @@ def refuse_left_out(others: Collection[torch.Tensor]) -> None:
         raise ValueError(f"{rule}: {advice}")
 
 
-def _refuse_prepared(optimizer: Any, found: list[Any], *, is_blind: bool) -> None:
+def _refuse_prepared(optimizer: Any, found: list[Any]) -> None:
     """Raise if Accelerate has prepared the optimizer, its loader or its scheduler: minibatches would be skipped."""
     own = [optimizer, optimizer.sampler, optimizer.inner, *optimizers_of(optimizer.inner)]
     for path, advice in _ACCELERATE.items():
@@ -388,9 +385,6 @@ def _refuse_prepared(optimizer: Any, found: list[Any], *, is_blind: bool) -> Non
     if num_steps != 1:
         reason = "the trace defines the minibatches of a step"
         raise RuntimeError(f"Accelerate's `gradient_accumulation_steps` must be 1, got {num_steps}: {reason}")
-    if is_blind:
-        hidden = "gc.freeze() may hide an optimizer or a loader that accelerator.prepare() has made"
-        raise RuntimeError(f"{hidden}: call gc.freeze() after the first step, or {_USE_INTEGRATION}")
 
 
 def _parts(prepared: Any) -> list[Any]:

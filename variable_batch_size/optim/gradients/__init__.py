@@ -89,5 +89,5 @@ def make_accumulator(
     if any(set(ranks).issuperset(dimension.ranks) for p in parameters for dimension in dtensor.dimensions_of(p)):
         problem = "Parameters are sharded over ranks that the sampler assigns different samples to"
         advice = 'Pass it the other dimension of the mesh, as process_group=mesh["data"]'
-        raise ValueError(f"{problem}. {advice}; or pass `model`, if gc.freeze() hides its fully_shard.")
+        raise ValueError(f"{problem}. {advice}.")
     return BucketAccumulator(inner, communicator, **options)
