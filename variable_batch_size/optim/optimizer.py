@@ -68,6 +68,10 @@ class Options(TypedDict, total=False):
     reduce_scatter_once: bool
 
 
+# options that may differ between ranks, or are compared by themselves, such as the shapes of the model
+_NOT_COMPARED = {"model", "log_steps", "ref_batch_size", "smoothing"}
+
+
 class CustomOptimizer(OptimizerProxy):
     """Makes one update for every step of the schedule, with the inner optimizer and the settings that the rule returns.
 
@@ -148,9 +152,8 @@ class CustomOptimizer(OptimizerProxy):
         seed_minibatches: bool | None = None,
         reduce_scatter_once: bool = False,
     ) -> None:
-        # what must be the same on all ranks; shapes of the model are compared by themselves
-        names = Options.__annotations__.keys() - {"model", "log_steps", "ref_batch_size", "smoothing"}
-        options = {name: value for name, value in locals().items() if name in names}
+        compared = Options.__annotations__.keys() - _NOT_COMPARED
+        options = {name: value for name, value in locals().items() if name in compared}
         super().__init__(inner)
         sampler = source_of(sampler)
         self._rule = checked_rule(rule, self.inner, model)
