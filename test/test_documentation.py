@@ -4,6 +4,7 @@ import configparser
 import csv
 import doctest
 import importlib
+import inspect
 import re
 import runpy
 import shlex
@@ -16,6 +17,7 @@ from documents import DOCUMENTS, ROOT, blocks, commands_of, name_of, output_of, 
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import COMMANDS, main
+from variable_batch_size.optim.optimizer import Options
 
 README = ROOT / "README.md"
 FRONT_PAGE = ROOT / "docs" / "index.md"
@@ -170,6 +172,24 @@ def test_readme_and_rules_page_list_every_rule():
     for document in (README, ROOT / "docs" / "rules.md"):
         rows = re.findall(r'^\| `"(\w+)', document.read_text(encoding="utf-8"), re.MULTILINE)
         assert sorted(rows) == sorted(vbs.rules.RULES)
+
+
+def rows_of(page, heading):
+    """What the first columns of the tables below a heading name in code."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+
+
+def test_the_policies_page_lists_every_policy():
+    classes = {policy.__name__ for policy in vbs.policies.POLICIES.values()}
+    assert {name for name in rows_of("policies.md", "Available policies") if name[0].isupper()} == classes
+
+
+def test_the_options_page_lists_every_option_which_all_optimizers_accept():
+    arguments = inspect.signature(vbs.Optimizer).parameters.keys()
+    assert rows_of("options.md", "Options") == arguments
+    assert arguments - {"inner", "sampler", "rule", "ref_batchsize"} == Options.__annotations__.keys()
 
 
 def test_the_rules_page_names_the_optimizer_of_every_rule():

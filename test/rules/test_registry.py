@@ -15,7 +15,7 @@ def test_a_rule_is_made_by_its_name_with_its_settings():
 
 
 def test_unknown_rule_error_lists_the_names():
-    names = "'linear', 'root', 'constant', 'linear_momentum', 'adascale', 'adam', 'adamscale', 'muon', 'surge', 'legw'"
+    names = ", ".join(f"'{name}'" for name in RULES)
     message = f"`rule` must be one of {names}, got 'Linear' (did you mean 'linear'?)"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         vbs.rules.make_rule("Linear")
