@@ -171,16 +171,16 @@ def epoch_of_torch_loader(**options):
     return list(torch.utils.data.DataLoader(DATA, **dict.fromkeys(options.pop("names"), sampler), **options))
 
 
-NO_FILE = "stages that begin at 0, as in '0:64 20:128', or a list of batch sizes, but there is no file"
+KINDS = "`trace` must be a CSV file of step,batchsize, stages that begin at 0, such as '0:64 20:128', or a list"
 AS_MODEL = "`model` must be the model that the optimizer trains, got Linear with other parameters"
 ONCE = "call it once after each minibatch"
 
 MISTAKES = {
     # traces
-    "a path that does not exist": (lambda: loader("trace.cvs"), f"{NO_FILE} 'trace.cvs'"),
-    "a directory": (lambda: loader("."), f"{NO_FILE} '.'"),
-    "batch sizes as text": (lambda: loader("16, 32"), f"{NO_FILE} '16, 32'"),
-    "stages that begin later": (lambda: loader("5:16 9:32"), f"{NO_FILE} '5:16 9:32'"),
+    "a path that does not exist": (lambda: loader("trace.cvs"), f"there is no file 'trace.cvs': {KINDS}"),
+    "a directory": (lambda: loader("."), f"'.' is a directory: {KINDS}"),
+    "batch sizes as text": (lambda: loader("16, 32"), f"there is no file '16, 32': {KINDS}"),
+    "stages that begin later": (lambda: loader("5:16 9:32"), f"there is no file '5:16 9:32': {KINDS}"),
     "another column": (
         lambda: csv("step,size\n0,64\n"),
         "trace.csv:1: the header must name the column 'batchsize' once",
@@ -197,15 +197,18 @@ MISTAKES = {
     ),
     "more than the data": (
         lambda: loader(128),
-        "batchsize must be at most 96 (the full minibatches in 96 samples), got 128",
+        "batchsize must be at most 96 (all full minibatches in 96 samples), got 128",
     ),
     "too few epochs": (
         lambda: Run([16] * 12).train(epochs=5),
-        'trace holds 2 epochs of 96 samples, got epoch 4 (counting from 0); use on_end="hold"',
+        "trace holds 2 epochs of 96 samples, got epoch 4 (counting from 0): train for fewer epochs, or pass",
     ),
     "floats": (lambda: loader([16.0, 32.0]), "trace[0]: batchsize must be a positive integer, got 16.0"),
     "a stage without a size": (lambda: loader("0:16 20"), "stage 2 must have the form start:size, got '20'"),
-    "stages out of order": (lambda: loader("0:16 20:32 10:8"), "stage 2 must end after its start at 20, got 10"),
+    "stages out of order": (
+        lambda: loader("0:16 20:32 10:8"),
+        "stage 3 must begin after 20, where stage 2 begins, got 10",
+    ),
     "stages of floats": (
         lambda: loader({0: 16.0}),
         "stages must map integer steps to integer batch sizes, got 0: 16.0",
@@ -288,7 +291,7 @@ MISTAKES = {
     "own accumulation": (step_of_every_other_minibatch, f"{ONCE}. It accumulates by itself"),
     "step twice": (
         lambda: (run := Run()).train(after=run.optimizer.step),
-        f"step() was called for minibatch 2 of epoch 0, but 1 were read: {ONCE}",
+        f"step() was called for minibatch 2 of epoch 0, but this pass has read only 1: {ONCE}",
     ),
     "step of the inner optimizer": (
         lambda: (run := Run()).train(step=run.optimizer.inner.step),
@@ -416,7 +419,7 @@ MISTAKES = {
     # commands
     "a plan of no file": (
         lambda: command("vbs plan no.csv --dataset-size 9 --minibatch-size 8 --cores 2"),
-        f"{NO_FILE} 'no.csv'",
+        f"there is no file 'no.csv': {KINDS}",
     ),
     "a plan of other minibatches": (lambda: command(f"{PLAN} 48"), "trace.csv:2: batchsize must be a multiple of 48"),
     "a plan of another rule": (lambda: command(f"{PLAN} 32 --rule linaer"), "(did you mean 'linear'?)"),

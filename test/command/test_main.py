@@ -195,15 +195,15 @@ def test_plan_makes_a_plot(run):
         (
             "step,batchsize\n0,64\n1,320\n",
             "",
-            "trace.csv:3: batchsize must be at most 288 (the full minibatches in 300 samples), got 320",
+            "trace.csv:3: batchsize must be at most 288 (all full minibatches in 300 samples), got 320",
         ),
         ("step,batchsize\n0,64\n1,-32\n", "", "trace.csv:3: batchsize must be a positive integer, got -32"),
         ("step,batchsize\n0,64\n2,32\n", "", "trace.csv:3: step must be 1 (or 0, to start again), got 2"),
         (
             "step,batchsize\n0,64\n",
             "--epochs 2",
-            "trace.csv holds 1 epoch of 300 samples, got epoch 1 (counting from 0); "
-            'use on_end="hold" or "cycle" to continue',
+            "trace.csv holds 1 epoch of 300 samples, got epoch 1 (counting from 0): "
+            'train for fewer epochs, or pass on_end="hold" or "cycle" to continue after the last row',
         ),
         (
             "step,batchsize\n0,64\n",

@@ -260,9 +260,8 @@ def test_unused_iterator_is_harmless():
 
 def test_epoch_beyond_the_trace_raises():
     sampler = make(dataset_size=300)
-    message = (
-        'trace holds 2 epochs of 300 samples, got epoch 2 (counting from 0); use on_end="hold" or "cycle" to continue'
-    )
+    found = "trace holds 2 epochs of 300 samples, got epoch 2 (counting from 0)"
+    message = f'{found}: train for fewer epochs, or pass on_end="hold" or "cycle" to continue after the last row'
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         sampler.set_epoch(2)
     assert sampler.epoch == 0
@@ -359,7 +358,7 @@ def test_seed_that_is_not_an_integer_raises(seed):
         ({"on_end": "repeat"}, "`on_end` must be one of 'stop', 'hold', 'cycle', got 'repeat'"),
         ({"trace": 64.0}, "`trace` must be a path, stages, a sequence of batch sizes or an integer, got 64.0"),
         ({"trace": [64, 100]}, "trace[1]: batchsize must be a multiple of 32 (the minibatch size), got 100"),
-        ({"trace": 1024}, "trace: batchsize must be at most 992 (the full minibatches in 1000 samples), got 1024"),
+        ({"trace": 1024}, "trace: batchsize must be at most 992 (all full minibatches in 1000 samples), got 1024"),
     ],
 )
 def test_arguments_that_make_no_schedule_raise(kwargs, message):

@@ -185,7 +185,9 @@ def test_second_optimizer_that_steps_every_third_minibatch_raises(which, num_wor
 def test_step_twice_for_a_minibatch_raises(num_workers):
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
-    with pytest.raises(RuntimeError, match=r"^step\(\) was called for minibatch \d+ of epoch 0, but \d+ were read"):
+    with pytest.raises(
+        RuntimeError, match=r"^step\(\) was called for minibatch \d+ of epoch 0, but this pass has read only \d+"
+    ):
         for minibatch in loader_of(sampler, num_workers):
             backward(model, minibatch)
             optimizer.step()

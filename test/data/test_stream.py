@@ -318,7 +318,7 @@ def test_on_first_read_is_called_before_the_first_minibatch(num_workers):
         ({"samples": 3}, "`samples` must be an iterable or a function that returns one, got int"),
         ({"samples": None}, "`samples` must be an iterable or a function that returns one, got NoneType"),
         ({"dataset_size": 0}, "`dataset_size` must be a positive integer, got 0"),
-        ({"dataset_size": 8}, "trace[5]: batchsize must be at most 8 (the full minibatches in 8 samples), got 10"),
+        ({"dataset_size": 8}, "trace[5]: batchsize must be at most 8 (all full minibatches in 8 samples), got 10"),
         ({"trace": [4, 5]}, "trace[1]: batchsize must be a multiple of 2 (the minibatch size), got 5"),
         ({"rank": 3}, "`rank` must be an integer from 0 to 0, got 3"),
     ],

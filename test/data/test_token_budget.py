@@ -147,7 +147,7 @@ def test_halves_and_norms_of_samples_are_refused():
     ("trace", "message"),
     [
         ([16, 24], "batchsize must be a multiple of 16 .*, got 24"),
-        ([16_000], r"batchsize must be at most \d+ \(the full minibatches in \d+ tokens\), got 16000"),
+        ([16_000], r"batchsize must be at most \d+ \(all full minibatches in \d+ tokens\), got 16000"),
         ("", "`trace` must be given"),
     ],
 )

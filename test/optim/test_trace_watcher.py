@@ -94,7 +94,7 @@ def test_a_file_that_does_not_change_is_an_ordinary_trace(path):
     ("content", "message"),
     [
         ([16] * 50 + [20], r"trace.csv:52: batchsize must be a multiple of 8 \(the minibatch size\), got 20"),
-        ([16] * 50 + [800], r"trace.csv:52: batchsize must be at most 400 \(the full minibatches in 400 samples\)"),
+        ([16] * 50 + [800], r"trace.csv:52: batchsize must be at most 400 \(all full minibatches in 400 samples\)"),
         ([16] * 50 + ["x"], "trace.csv:52: batchsize must be an integer, got x"),
         ([16] * 10, "trace.csv has 10 rows, but 1[3-6] steps are fixed already"),
         ([], "trace.csv:2: expected a row below the header, got nothing"),

@@ -19,6 +19,8 @@ def test_unknown_rule_error_lists_the_names():
     message = f"`rule` must be one of {names}, got 'Linear' (did you mean 'linear'?)"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         vbs.rules.make_rule("Linear")
+    with pytest.raises(ValueError, match=r"^`rule` must be one of .*, got '3'$"):
+        vbs.rules.make_rule(3)
 
 
 def test_required_settings_of_rules():

@@ -390,13 +390,13 @@ def test_size_that_is_not_a_multiple_of_the_minibatch_size_names_its_line(path):
 
 
 def test_a_size_above_the_capacity_names_its_line(path):
-    message = f"{path}:10: batchsize must be at most 1001 (the full minibatches in 1001 samples), got 2000"
+    message = f"{path}:10: batchsize must be at most 1001 (all full minibatches in 1001 samples), got 2000"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Schedule(Trace.read(path), dataset_size=1001, minibatch_size=1)
 
 
 def test_size_one_minibatch_above_the_capacity_is_rejected():
-    message = "trace[1]: batchsize must be at most 96 (the full minibatches in 127 samples), got 128"
+    message = "trace[1]: batchsize must be at most 96 (all full minibatches in 127 samples), got 128"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Schedule(Trace.of([96, 128]), dataset_size=127, minibatch_size=32)
 
@@ -421,9 +421,8 @@ def test_epoch_after_the_end_names_the_number_of_epochs(tmp_path):
     path = tmp_path / "spot.csv"
     path.write_text("step,batchsize\n0,64\n1,96\n2,32\n3,256\n")
     schedule = Schedule(Trace.read(path), dataset_size=300, minibatch_size=32)
-    message = (
-        f'{path} holds 2 epochs of 300 samples, got epoch 2 (counting from 0); use on_end="hold" or "cycle" to continue'
-    )
+    found = f"{path} holds 2 epochs of 300 samples, got epoch 2 (counting from 0)"
+    message = f'{found}: train for fewer epochs, or pass on_end="hold" or "cycle" to continue after the last row'
     for question in (schedule.steps, lambda epoch: schedule.num_minibatches_for(epoch, rank=0)):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             question(2)

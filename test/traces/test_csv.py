@@ -227,7 +227,11 @@ def test_a_missing_file_is_named(tmp_path):
         ("\ufeff", 1, "the file is empty, expected the columns step,batchsize"),
         ("\n# nothing here\n \n", 1, "the file is empty, expected the columns step,batchsize"),
         ("step,size\n0,64\n", 1, "the header must name the column 'batchsize' once, got ['step', 'size']"),
-        ("\n\nbatchsize\n64\n", 3, "the header must name the column 'step' once, got ['batchsize']"),
+        (
+            "\n\nbatchsize\n64\n",
+            3,
+            "the header must name the column 'step' once, with commas between columns, got ['batchsize']",
+        ),
         (
             "# one\nstep,batchsize,step\n0,64,0\n",
             2,
@@ -239,6 +243,11 @@ def test_a_missing_file_is_named(tmp_path):
             "the header must name the column 'batchsize' once, got ['step', 'batchsize', 'batchsize']",
         ),
         ("0,64\n1,96\n", 1, "the header must name the column 'step' once, got ['0', '64']"),
+        (
+            "step;batchsize\n0;64\n",
+            1,
+            "the header must name the column 'step' once, with commas between columns, got ['step;batchsize']",
+        ),
         ("step,batchsize", 2, "expected a row below the header, got nothing"),
         ("\n# one\nstep,batchsize\n\n# two\n", 4, "expected a row below the header, got nothing"),
     ],

@@ -235,8 +235,8 @@ class MinibatchSource(ABC):
             )
         if self.must_be_read and self.num_read and runs.number >= self.num_read:
             raise RuntimeError(
-                f"step() was called for minibatch {runs.number + 1} of epoch {self.epoch}, but {self.num_read} were "
-                "read: call it once after each minibatch, and set_epoch() before each pass over the loader"
+                f"step() was called for minibatch {runs.number + 1} of epoch {self.epoch}, but this pass has read only "
+                f"{self.num_read}: call it once after each minibatch, and set_epoch() before each pass over the loader"
             )
         self._thread = threading.get_ident()
 

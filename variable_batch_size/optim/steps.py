@@ -10,7 +10,6 @@ from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.gradients.accumulator import Counts, GradientAccumulator, StepGradient
 from variable_batch_size.optim.loss_scale import LossScale
 from variable_batch_size.rules.rule import Rule
-from variable_batch_size.schedules.schedule import BaseSchedule
 
 Data = TypeVar("Data")
 
@@ -54,17 +53,17 @@ class Steps:
 
     def end(self) -> None:
         """Let this core have no further minibatch in an open step."""
-        _refuse_known(self._cursor.schedule, "end_step()")
+        _refuse_known("end_step()")
 
     def minibatches(
         self, own: Iterable[Data], padding: Data | None, optimizer: Any, prepare_next: Callable[[], None]
     ) -> Iterator[Data]:
         """This core's minibatches of an open step, which ends with them."""
-        _refuse_known(self._cursor.schedule, "minibatches()")
+        _refuse_known("minibatches()")
 
 
-def _refuse_known(schedule: BaseSchedule, what: str) -> NoReturn:
-    rule = f"{what} is for vbs.OpenSteps, but {schedule.name} determines where steps end"
+def _refuse_known(what: str) -> NoReturn:
+    rule = f"{what} is for vbs.OpenSteps, but here the trace determines where steps end"
     raise RuntimeError(f"{rule}: call step() only")
 
 

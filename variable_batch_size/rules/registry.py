@@ -32,7 +32,7 @@ def make_rule(name: str, **settings: Any) -> Rule:
     >>> make_rule("legw", warmup_samples=1280).warmup_samples, make_rule("adam:half-life").form
     (1280, 'half-life')
     """
-    plain_name, colon, text = name.partition(":")
+    plain_name, colon, text = str(name).partition(":")
     if plain_name in OTHER_NAMES:
         known = ", ".join(map(repr, RULES))
         raise ValueError(f"`rule` must be one of {known}, got {name!r} (did you mean {OTHER_NAMES[plain_name]!r}?)")

@@ -303,7 +303,7 @@ class Schedule(BaseSchedule):
 
     def check_sizes(self, trace: Trace) -> None:
         """Raise at the first batch size that is not possible here."""
-        whole = f"at most {self.capacity} (the full minibatches in {self.dataset_size} {self.unit})"
+        whole = f"at most {self.capacity} (all full minibatches in {self.dataset_size} {self.unit})"
         for is_wrong, rule in (
             (trace.sizes % self.minibatch_size != 0, f"a multiple of {self.minibatch_size} (the minibatch size)"),
             (trace.sizes > self.capacity, whole),
@@ -342,8 +342,8 @@ class Schedule(BaseSchedule):
         start, stop = self._start(epoch), self._start(epoch + 1)
         if start == stop:
             found = f"{self.name} holds {_counted(self.num_epochs or 0, 'epoch')} of {self.dataset_size} {self.unit}"
-            advice = 'use on_end="hold" or "cycle" to continue'
-            raise ValueError(f"{found}, got epoch {epoch} (counting from 0); {advice}")
+            advice = 'train for fewer epochs, or pass on_end="hold" or "cycle" to continue after the last row'
+            raise ValueError(f"{found}, got epoch {epoch} (counting from 0): {advice}")
         return range(start, stop)
 
     @property

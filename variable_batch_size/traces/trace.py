@@ -138,10 +138,9 @@ class Trace:
         try:
             content = zoo.read_trace(path)
         except (FileNotFoundError, IsADirectoryError) as error:
-            kinds = (
-                "a CSV file of step,batchsize, stages that begin at 0, as in '0:64 20:128', or a list of batch sizes"
-            )
-            raise type(error)(f"`trace` must be {kinds}, but there is no file {source!r}") from None
+            found = f"{source!r} is a directory" if os.path.isdir(source) else f"there is no file {source!r}"
+            kinds = "a CSV file of step,batchsize, stages that begin at 0, such as '0:64 20:128', or a list"
+            raise type(error)(f"{found}: `trace` must be {kinds} of batch sizes") from None
         kept = None if os.path.isfile(source) else content
         return cls._of_file(source, content, kept)
 
@@ -284,7 +283,8 @@ class Stages:
             raise ValueError(f"the first stage must begin at 0, got {self.starts[0] if self.starts else 'no stage'}")
         for number, (start, end, size) in enumerate(zip(self.starts, self._ends, self.sizes, strict=True), start=1):
             if end is not None and end <= start:
-                raise ValueError(f"stage {number} must end after its start at {start}, got {end}")
+                what = f"stage {number + 1} must begin" if number < len(self.sizes) else "the last stage must end"
+                raise ValueError(f"{what} after {start}, where stage {number} begins, got {end}")
             if not 0 < size <= LARGEST:
                 rule = "positive" if size <= 0 else "below 2**63"
                 raise ValueError(f"the batch size of stage {number} must be {rule}, got {size}")
@@ -299,7 +299,10 @@ class Stages:
             start, colon, size = stage.partition(":")
             if not colon:
                 raise ValueError(f"stage {number} must have the form start:size, got {stage!r}")
-            pairs.append((parse_count(start), parse_count(size)))
+            try:
+                pairs.append((parse_count(start), parse_count(size)))
+            except ValueError as error:
+                raise ValueError(f"stage {number} ({stage}): {error}") from None
         starts, sizes = zip(*pairs, strict=True)
         return cls(starts, sizes, until, unit, tokens_per_sample)
 
@@ -443,7 +446,8 @@ def _read_sizes(source: str, content: bytes, *, is_on_disk: bool = True) -> npt.
     names = names if COLUMNS[1] in names else [COLUMNS[1] if name == _OTHER_NAME else name for name in names]
     for column in COLUMNS:
         if names.count(column) != 1:
-            refuse(f"{source}:{line}", f"the header must name the column {column!r} once", repr(names)[:80])
+            hint = ", with commas between columns" if len(names) == 1 else ""
+            refuse(f"{source}:{line}", f"the header must name the column {column!r} once{hint}", repr(names)[:80])
     sizes = None
     if len(text) > _FEW_BYTES:
         # pandas reads files nearly twice as fast as bytes, but a pipe can be read only once
