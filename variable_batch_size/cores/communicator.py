@@ -81,9 +81,15 @@ class Communicator(ABC):
     def shard_like(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
         """Before the first graph: shard tensors whose layout the compiler would otherwise choose."""
 
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over all ranks, on the host. Waits for the device. Every rank must call it."""
-        total = tensor.detach().clone()
+    def total(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor, or of the elements of several, over all ranks, on the host. Every rank must call it.
+
+        Waits for the device. What a loop has traced may differ between ranks: it is flushed before.
+        """
+        if self.num_replicas > 1:
+            self.flush(is_extra=True)
+        one, *more = [tensor.detach() for tensor in tensors]
+        total = torch.cat([part.reshape(-1) for part in (one, *more)]) if more else one.clone()
         self.sum([total])
         self.flush()
         return total.cpu()

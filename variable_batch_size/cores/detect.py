@@ -91,10 +91,8 @@ class SpmdHosts(Communicator):
     def flush(self, *, is_extra: bool = False) -> None:
         self._devices.flush(is_extra=is_extra)
 
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        total = tensor.detach().to("cpu", copy=True)
-        self._processes.sum([total])
-        return total
+    def total(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return self._processes.total(*(tensor.detach().cpu() for tensor in tensors))
 
 
 def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:

@@ -118,7 +118,6 @@ class Shares(ABC):
 
     def _total(self, numbers: torch.Tensor) -> torch.Tensor:
         with devices.preserve_rng(self._device):
-            self._communicator.flush()  # otherwise the update would be another program, together with the sum
             return self._communicator.total(numbers.to(self._device))
 
 

@@ -25,7 +25,6 @@ def agree(optimizer: Any, numbers: Sequence[int] | Integers) -> list[int]:
         return [int(number) for number in numbers]
     device = next(iter(optimizer.parameters())).device
     with devices.preserve_rng(device):
-        communicator.flush()  # otherwise the update would be another program, together with the sum
         total: list[int] = communicator.total(torch.tensor(numbers, dtype=torch.int64).to(device)).tolist()
     return total
 

@@ -73,7 +73,8 @@ class Metrics:
     def read(self) -> dict[str, float]:
         """The sums over all cores since the start, with one all-reduce. Every core must call it."""
         host = torch.tensor(list(self._host_sums.values()), dtype=self._dtype).to(self._device)
-        total = self._communicator.total(torch.cat(list(self._sums.values())) + host)
+        of_device, of_host = self._communicator.total(*self._sums.values(), host).chunk(2)
+        total = of_device + of_host
         if self._cores - live.members() and self._communicator.rank == 0:
             logger.warning("the sums of %s lack the values of cores that have left", ", ".join(self._names))
         return dict(zip(self._names, total.tolist(), strict=True))
@@ -248,7 +249,7 @@ class Log(AbstractContextManager["Log"]):
         norm_here = torch.tensor(math.nan) if optimizer.gradient_norm is None else optimizer.gradient_norm
         self._add_losses()
         # the norm is the same on all cores: summed with the loss, it needs no collective of its own
-        numbers = [torch.stack([self._loss, norm_here.float().to(self._device)])]
+        numbers = [self._loss, norm_here.float().to(self._device)]
         if not self._is_known:
             numbers.append(self._own_share())
         loss, norm, *of_cores, cores, weight = self._total(numbers)
@@ -294,7 +295,7 @@ class Log(AbstractContextManager["Log"]):
             numbers = [*numbers, torch.tensor([1.0, self._num_own]).to(self._device)]
         elif weights.unread is not None:
             numbers = [one.to(weights.unread) for one in (*numbers, weights.unread)]
-        loss, *rest = self._communicator.total(torch.cat(numbers) if len(numbers) > 1 else numbers[0]).tolist()
+        loss, *rest = self._communicator.total(*numbers).tolist()
         if is_elastic:
             num_minibatches, cores = rest.pop(), round(rest.pop())
             loss *= self._num_samples / self._schedule.minibatch_size / max(1, num_minibatches)
