@@ -3,6 +3,7 @@
 import random
 import re
 import time
+from functools import partial
 
 import forked
 import pytest
@@ -315,28 +316,56 @@ def test_error_in_the_model_on_one_core_ends_all_waiting_cores():
     assert time.time() - at < 900  # half of gloo's timeout for a missing core
 
 
-def when_numbers_are_reduced(rule):
-    """The steps after which numbers are reduced, in two epochs of three steps."""
-    trace = [8, 8, sharded_models.NUM_SAMPLES - 16] * 2
-    model, sampler = parts(sharded_models.sharded, trace=trace)
-    optimizer = vbs.CustomOptimizer(
-        sharded_models.sgd(model.parameters()), sampler, rule=vbs.rules.make_rule(rule), ref_batchsize=8, model=model
-    )
-    gradients, found = optimizer._accumulator, []
-    reduce = gradients._all_reduce_numbers
+class TwoHeads(torch.nn.Module):
+    """Two layers of the same shape, of which a minibatch uses one."""
 
-    def noted():
-        found.append(optimizer.steps_done)
-        reduce()
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
 
-    gradients._all_reduce_numbers = noted
-    run(model, sampler, optimizer, num_epochs=2)
-    return found
+    def forward(self, x, number):
+        return self.heads[number](x)
 
 
-@pytest.mark.parametrize(("rule", "expected"), [("linear", [0]), ("adascale", [0, 1, 2, 3, 4, 5])])
-def test_numbers_are_reduced_only_in_the_first_step_and_if_needed(on_cores, rule, expected):
-    assert on_cores(2, when_numbers_are_reduced, rule) == [expected] * 2
+def with_two_heads(head_of, is_sharded=True, **options):
+    """The weights after two steps of two rounds, or the error and its step; `head_of` returns a minibatch's layer."""
+    model = torch.distributed.fsdp.fully_shard(TwoHeads()) if is_sharded else TwoHeads()
+    sampler = vbs.CustomSampler(dataset_size=32, trace=[16, 16], minibatch_size=4, shuffle=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.Optimizer(inner, sampler, rule="linear", ref_batchsize=16, model=model, **options)
+    x = torch.randn(32, 3, generator=torch.Generator().manual_seed(1))
+    try:
+        for indices in sampler:
+            model(x[indices], head_of(indices[0] // 4)).square().mean().backward()
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error), optimizer.steps_done
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+
+def by_round(number):
+    return number // 2 % 2
+
+
+def by_core_from_the_second_step_on(number):
+    return number % 2 if number >= 4 else 0
+
+
+def by_core_and_round(number):
+    return (number + number // 2) % 2
+
+
+def test_layers_may_differ_between_rounds_but_not_between_cores_in_a_round(on_cores):
+    expected = with_two_heads(by_round, is_sharded=False)
+    for found in on_cores(2, with_two_heads, by_round):
+        torch.testing.assert_close(found, expected)
+    for message, steps_done in on_cores(2, with_two_heads, by_core_from_the_second_step_on):
+        assert message.startswith("Ranks disagree on which parameters have gradients, which fully_shard then mixes up.")
+        assert steps_done == 1
+    expected = with_two_heads(by_core_and_round, is_sharded=False)
+    for found in on_cores(2, partial(with_two_heads, reduce_scatter_once=True), by_core_and_round):
+        torch.testing.assert_close(found, expected)
 
 
 def num_sums(rule):

@@ -190,6 +190,7 @@ class GradientAccumulator(ABC):
     _weight: Weight
     _num_weighted: Weight
     _layout = 0  # checksum of the parameters that have memory, where they are reduced in one piece
+    _about_layout = "require gradients. If you freeze parameters at random, use the same seed"
     _samples_weights = False  # whether all ranks have the same weights, and a place for some of them in a reduction
 
     def __init__(
@@ -255,9 +256,7 @@ class GradientAccumulator(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step needs from the steps so far. Raises if ranks have become different."""
-        if self._unread is not None:
-            reduced, expected = self._unread
-            self._refuse_different(reduced.tolist(), expected)
+        self._read_digest()
         if self.own_norms is not None:
             return {"own_norms": self.own_norms.state_dict()}
         return {} if self._fixed_point is None else self._fixed_point.state_dict()
@@ -490,6 +489,12 @@ class GradientAccumulator(ABC):
                 "momentum encoder, when step() has returned True: not in forward(), which padding minibatches run, too."
             )
 
+    def _read_digest(self) -> None:
+        """Raise if ranks differed in the latest step, where that was not read at once; waits for the device."""
+        if self._unread is not None:
+            reduced, expected = self._unread
+            self._refuse_different(reduced.tolist(), expected)
+
     def _learn(self, reduced: list[float], expected: Sequence[float]) -> list[float]:
         """What is left to compare, once this rank has learned whether any rank has a GradScaler."""
         if self.counts is not None and self.counts.of_all is not None:
@@ -500,10 +505,7 @@ class GradientAccumulator(ABC):
         are_same = [one == other for one, other in zip(reduced, expected, strict=True)]
         is_complete, *_, are_same_attached, are_same_lrs, is_same_epoch, is_same_layout = are_same
         if not is_same_layout:
-            raise RuntimeError(
-                "Ranks disagree on which parameters require gradients. If you freeze parameters at random, use the "
-                "same seed on every rank."
-            )
+            raise RuntimeError(f"Ranks disagree on which parameters {self._about_layout} on every rank.")
         if not is_same_epoch:
             raise RuntimeError(
                 f"Ranks are in different epochs; this one is in epoch {self._epoch}. Call step() after every minibatch "

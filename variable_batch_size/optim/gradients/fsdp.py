@@ -2,6 +2,7 @@
 
 import math
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -40,6 +41,8 @@ class FSDPAccumulator(GradientAccumulator):
     :meth:`accumulate` runs it with a gradient of zeros.
     """
 
+    _about_layout = "have gradients, which fully_shard then mixes up. Use the same layers in a round"
+
     # of the latest minibatch:
     _num_seen: dict[torch.nn.Parameter, int]  # how many gradients its hook has seen
     _held: list[tuple[torch.nn.Parameter, torch.Tensor]]  # local gradients that are not measured yet
@@ -67,6 +70,7 @@ class FSDPAccumulator(GradientAccumulator):
         self._reduces = True  # whether the backward pass of the next forward pass reduces
         self._num_unreduced = 0  # minibatches of the step that FSDP has not reduced yet
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._to_reduce: set[torch.nn.Parameter] = set()  # parameters with gradients that FSDP has not reduced yet
         self._is_padding = False
         self._graphs: list[torch.Tensor] = []  # of the minibatch, until its backward pass: a sum of no elements each
         self._has_run_backward = False
@@ -146,6 +150,8 @@ class FSDPAccumulator(GradientAccumulator):
                 state._unsharded_param.grad = None
 
     def begin_epoch(self, epoch: int) -> None:
+        self._read_digest()  # of all rounds of the previous epoch
+        self._layout, self._to_reduce = 0, set()
         self._drop_unreduced()
         self._graphs, self._has_run_backward = [], False
         super().begin_epoch(epoch)
@@ -192,6 +198,10 @@ class FSDPAccumulator(GradientAccumulator):
         new = [p for p in gradients if p not in self._sums]
         self._sums |= {p: gradients[p].to(torch.promote_types(p.dtype, torch.float32)) for p in new}
         self._num_unreduced = 0 if self._reduces else self._num_unreduced + 1
+        self._to_reduce.update(self._num_seen)
+        if self._reduces:  # FSDP reduces what this rank has: all ranks must have the same, in all rounds of the epoch
+            used = [p for p in self._parameters() if p in self._to_reduce]
+            self._layout, self._to_reduce = zlib.crc32(b"%d %d" % (self._layout, self._layout_of(used))), set()
         self._graphs, self._has_run_backward = [], False
         self._reset_minibatch()
 
@@ -253,8 +263,7 @@ class FSDPAccumulator(GradientAccumulator):
     def reduce(self, plan: StepPlan) -> StepGradient:
         for module in self._modules:
             module.reshard()  # a module that has kept unsharded parameters must all-gather the updated ones
-        if self._measures or self._is_weighted or not self._has_checked_weights:  # the same on all ranks
-            self._all_reduce_numbers()
+        self._all_reduce_numbers()
         factor = self._factor(plan) * self.communicator.num_replicas * self._inverse_weight()
         self._scale_(factor)
         if self._squares is not None:
@@ -281,8 +290,11 @@ class FSDPAccumulator(GradientAccumulator):
         self._everyone.sum([numbers])
         self._squares = numbers[-NUM_CHECKS - len(squares) : -NUM_CHECKS] if self._measures else None
         digest, numbers = numbers[-NUM_CHECKS:], numbers[: -NUM_CHECKS - len(squares)]
+        is_read = not self._has_checked_weights
         self._check_weights(numbers[-1], self.communicator.num_replicas)
         self._check_digest(digest, self._everyone.num_replicas)
+        if is_read:
+            self._read_digest()
         self._read_numbers(numbers)
 
     def _scale_(self, factor: Weight) -> None:
