@@ -211,7 +211,7 @@ def test_every_file_named_in_a_document_exists(document):
 
 # pages whose first block is not Python or a command with its output, with where else it is run
 FIRST_BLOCK_RUNS_IN = {
-    "docs/clusters.md": "test/comparison/test_executors.py",
+    "docs/clusters.md": "test/comparison/test_compare_executors.py",
     "docs/comparing.md": "test/comparison/test_compare.py",
     "docs/frameworks/ray.md": "test/integrations/test_ray.py",
     "docs/getting-started.md": "test/test_first_minutes.py",  # make demo
@@ -221,7 +221,7 @@ FIRST_BLOCK_RUNS_IN = {
     "docs/language-models.md": "test/test_language_model.py",
     "docs/nanogpt.md": "test/test_language_model.py",
     "docs/recommend.md": "test/command/test_recommend_command.py",
-    "docs/simulate.md": "test/command/test_simulation_commands.py",
+    "docs/simulate.md": "test/command/test_planning_simulations.py",
     "docs/spot.md": "test/test_documentation.py",  # the shell loop
     "docs/tpus.md": "test/planning/test_tpu_compiler.py",  # an environment of its own
     "docs/traces.md": "test/test_documentation.py",  # the file

@@ -224,6 +224,17 @@ def test_no_short_module_has_a_single_importer():
     assert found == SHORT_MODULES
 
 
+TESTS = Path(__file__).parent
+MIRRORED = sorted(path for folder in LAYERS for path in (TESTS / folder).rglob("test_*.py"))
+
+
+@pytest.mark.parametrize("test", MIRRORED, ids=lambda path: path.relative_to(TESTS).as_posix())
+def test_file_of_tests_is_named_after_a_module_of_its_folder(test):
+    name = test.stem.removeprefix("test_")
+    modules = {path.stem for path in (PACKAGE / test.parent.relative_to(TESTS)).glob("*.py")}
+    assert any(name == module or name.startswith(f"{module}_") for module in modules)
+
+
 def loaded_by(statement):
     code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -74,7 +74,7 @@ OF_EXACT = [
 OF_RUNS = [
     "test/runs/test_checkpoint_resumed.py",
     "test/runs/test_checkpoint.py",
-    "test/runs/test_resume.py",
+    "test/runs/test_checkpoint_forked_runs.py",
     "test/runs/test_log_metrics.py",
 ]
 OF_SCHEDULES = [
@@ -111,7 +111,7 @@ TESTS = {
     "rules/rule.py": OF_RULES,
     "rules/registry.py": ["test/rules/test_registry.py", *OF_RULES],
     "rules/per_optimizer.py": ["test/rules/test_per_optimizer.py", *OF_SETTINGS],
-    "data/cursor.py": ["test/optim/test_step_plan.py", *OF_TRAINING, "test/optim/test_policy_driver.py"],
+    "data/cursor.py": ["test/data/test_cursor.py", *OF_TRAINING, "test/optim/test_policy_driver.py"],
     "optim/optimizer.py": [
         "test/optim/test_optimizer_factors.py",
         "test/optim/test_optimizer_reading.py",

@@ -8,7 +8,7 @@ HERE = Path(__file__).parents[1]
 # clusters of Ray at once take several times as long
 TOGETHER = {
     **dict.fromkeys(
-        ["integrations/test_ray.py", "integrations/test_ray_pool.py", "comparison/test_executors.py"],
+        ["integrations/test_ray.py", "integrations/test_ray_pool.py", "comparison/test_compare_executors.py"],
         "Ray",
     ),
     **dict.fromkeys(
@@ -29,7 +29,7 @@ TOGETHER = {
             "promises/test_stopped_is_never_stopped.py",
             "runs/test_log.py",
             "runs/test_log_metrics.py",
-            "optim/test_missing_gradients.py",
+            "optim/test_optimizer_missing_gradients.py",
             "optim/test_seeding.py",
             "optim/test_token_weights.py",
             "optim/test_consistency_in_threads.py",
@@ -60,7 +60,7 @@ LONGEST = [
     "comparison/test_compare.py",
     "promises/test_stopped_at_random.py",
     "integrations/test_transformers.py",
-    "runs/test_resume.py",
+    "runs/test_checkpoint_forked_runs.py",
     "optim/test_policy_driver.py",
     "promises/test_sharded_models_train_as_plain_ones.py",
     "optim/gradients/test_fsdp.py",
