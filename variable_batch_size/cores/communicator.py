@@ -81,13 +81,17 @@ class Communicator(ABC):
     def shard_like(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
         """Before the first graph: shard tensors whose layout the compiler would otherwise choose."""
 
+    def flush_before_collective(self) -> None:
+        """Start what the user has traced: it may differ between ranks, which must run the same graph to communicate."""
+        if self.num_replicas > 1:
+            self.flush(is_extra=True)
+
     def total(self, *tensors: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor, or of the elements of several, over all ranks, on the host. Every rank must call it.
 
-        Waits for the device. What a loop has traced may differ between ranks: it is flushed before.
+        Waits for the device.
         """
-        if self.num_replicas > 1:
-            self.flush(is_extra=True)
+        self.flush_before_collective()
         one, *more = [tensor.detach() for tensor in tensors]
         total = torch.cat([part.reshape(-1) for part in (one, *more)]) if more else one.clone()
         self.sum([total])

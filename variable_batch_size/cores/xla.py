@@ -134,7 +134,6 @@ class XlaDevices(Communicator):
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.num_replicas == 1 or not tensors:
             return
-        self.flush(is_extra=True)  # what a loop has traced may differ between cores
         # every core runs the same graph: its rank must be data
         is_first = torch.tensor([self.rank == 0]).to(tensors[0].device)
         with torch.no_grad():

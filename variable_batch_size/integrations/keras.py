@@ -290,6 +290,7 @@ class _Ranks(keras.callbacks.Callback):  # type: ignore[misc]
         position = f"{optimizer.steps_done} steps, epoch {optimizer.epoch}, step {optimizer.epoch_step}"
         facts = {name: self._facts.get(name) for name in ("epochs", "validation_data", "validation_freq")}
         tensors = [*self.model.parameters(), *self.model.buffers()]
+        self._communicator.flush_before_collective()
         check_same_on_all_ranks({"what is done": position, **facts}, tensors, self._communicator)()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -307,6 +308,7 @@ class _Ranks(keras.callbacks.Callback):  # type: ignore[misc]
     def of_first(self, logs: Any) -> Any:
         """The logs of rank 0, so that callbacks decide alike: ranks may round differently."""
         tensors = [torch.as_tensor(value, device=self._device).double() for value in keras.tree.flatten(logs)]
+        self._communicator.flush_before_collective()
         self._communicator.broadcast(tensors)
         values = [value.item() if value.numel() == 1 else value.cpu().numpy() for value in tensors]
         return keras.tree.pack_sequence_as(logs, values)

@@ -142,6 +142,7 @@ def share_buffers(model: torch.nn.Module, process_group: Any = None) -> None:
     """
     buffers = list(model.buffers())
     communicator = communicator_for(buffers, process_group)
+    communicator.flush_before_collective()
     with torch.no_grad():
         communicator.broadcast(buffers)
     communicator.flush()

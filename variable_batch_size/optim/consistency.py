@@ -92,12 +92,11 @@ def check_same_on_all_ranks(
     facts: Mapping[str, object], tensors: Tensors, communicator: Communicator
 ) -> Callable[[], None]:
     """Broadcast tensors from rank 0, and raise if ranks differ in the facts: on lazy devices after the next flush."""
-    args = (facts, communicator, tensors[0].device)
-    is_compared_later = communicator.num_replicas > 1 and communicator.is_one_program
-    if communicator.num_replicas > 1 and not is_compared_later:
-        compare_ranks(*args)()
-    broadcast_from_rank0(tensors, communicator)  # which begins with a flush, so that both are one graph
-    return compare_ranks(*args) if is_compared_later else lambda: None
+    check = None if communicator.num_replicas == 1 else compare_ranks(facts, communicator, tensors[0].device)
+    if check is not None and not communicator.is_one_program:
+        check()
+    broadcast_from_rank0(tensors, communicator)
+    return check if check is not None and communicator.is_one_program else lambda: None
 
 
 def broadcast_from_rank0(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:

@@ -68,8 +68,8 @@ class Options(TypedDict, total=False):
     reduce_scatter_once: bool
 
 
-# options that may differ between ranks, or are compared by themselves, such as the shapes of the model
-_NOT_COMPARED = {"model", "log_steps", "ref_batch_size", "smoothing"}
+# not those that may differ between ranks, or are compared by themselves, such as the shapes of the model
+_COMPARED = Options.__annotations__.keys() - {"model", "log_steps", "ref_batch_size", "smoothing"}
 
 
 class CustomOptimizer(OptimizerProxy):
@@ -152,16 +152,17 @@ class CustomOptimizer(OptimizerProxy):
         seed_minibatches: bool | None = None,
         reduce_scatter_once: bool = False,
     ) -> None:
-        compared = Options.__annotations__.keys() - _NOT_COMPARED
-        options = {name: value for name, value in locals().items() if name in compared}
+        options = {name: value for name, value in locals().items() if name in _COMPARED}
         super().__init__(inner)
-        sampler = source_of(sampler)
+        self.sampler = sampler = source_of(sampler)
+        self._population = sampler.population
+        self._communicator = communicator_for(self.parameters(), sampler.process_group)
+        self._communicator.flush_before_collective()
         self._rule = checked_rule(rule, self.inner, model)
         ref_batchsize = given_ref_batchsize(ref_batchsize, ref_batch_size)
         check_not_negative(log_steps=log_steps)
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
-        self.sampler, self._population = sampler, sampler.population
         self.ref_batchsize, self.log_steps = int(ref_batchsize), int(log_steps)
         self.clip_grad_norm, self.exact = clip_grad_norm, exact
         seeds_by_default = exact and not sampler.schedule.is_open
@@ -172,7 +173,6 @@ class CustomOptimizer(OptimizerProxy):
         self._init_counters()
         self._init_wrappers(model)
         self._fingerprint = consistency.fingerprint_of(sampler, self._rule, self.inner, self.ref_batchsize)
-        self._communicator = communicator_for(self.parameters(), sampler.process_group)
         parts = (self._rule, self._lr_scaler, meter, self.inner, self._communicator)
         self._flow = Flow(*parts, is_read=skip_nonfinite is True)
         self.skip_nonfinite = self._flow.skips_by_default if skip_nonfinite is None else skip_nonfinite
@@ -893,6 +893,7 @@ class CustomOptimizer(OptimizerProxy):
         several minibatches: call ``model.zero_grad()`` before.
         """
         before = list(self.parameters())
+        self._communicator.flush_before_collective()
         with consistency.rollback_param_groups(self.inner):
             self.inner.add_param_group(param_group)
             added, group = self.inner.param_groups[-1]["params"], self.sampler.process_group

@@ -142,6 +142,7 @@ class TracedAccumulator(GradientAccumulator):
             if not fixed_point.scale.has_asked:  # rank 0 has the first minibatch, on any number of ranks
                 fresh = self._fresh(fixed_point)
                 sizes = torch.cat([fixed_point.largest_of(fresh), self._numbers_of(fresh, weight)])
+                self.communicator.flush()  # it may differ between cores
                 self.communicator.broadcast([sizes])
                 fixed_point.update_scale(self._read(sizes))
             fixed_point.begin_step()
