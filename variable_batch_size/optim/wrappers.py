@@ -268,8 +268,8 @@ def _thawed() -> Iterator[None]:
     if gc.get_freeze_count() < 10_000:  # not called with torch loaded; Python 3.12 starts with 375 objects
         yield
         return
-    gc.collect()  # what is not needed any more would otherwise be hidden, and so never be freed
     gc.unfreeze()
+    gc.collect()  # otherwise what is not needed any more, such as earlier models, would never be freed
     try:
         yield
     finally:
