@@ -961,6 +961,7 @@ class CustomOptimizer(OptimizerProxy):
             self._driver.load_state_dict(own.get(self._driver.state_key))
         self._steps.load_state_dict(own)
         self._attachments.load_state_dict(own.get("schedulers", ()), self.param_groups)
+        self._accumulator.forget_digest()
         if own["epoch_step"] < len(self.sampler.schedule.steps(own["epoch"])):
             self.set_epoch(own["epoch"], own["epoch_step"])
         else:  # a framework must not find an empty pass in the sampler

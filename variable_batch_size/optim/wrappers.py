@@ -6,6 +6,7 @@ the heap only if that is not enough, with the objects that ``gc.freeze()`` hides
 
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ _ACCELERATE = {
     "accelerate.data_loader.SkipBatchSampler": _SKIP,
     "accelerate.data_loader.SkipDataLoader": _SKIP,
 }
+_thawing = threading.RLock()
 _ddp_made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # since the first optimizer
 
 
@@ -265,15 +267,16 @@ def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
 @contextmanager
 def _thawed() -> Iterator[None]:
     """Show to a search what ``gc.freeze()`` hides; afterwards it is hidden again, with what was made since."""
-    if gc.get_freeze_count() < 10_000:  # not called with torch loaded; Python 3.12 starts with 375 objects
-        yield
-        return
-    gc.unfreeze()
-    gc.collect()  # otherwise what is not needed any more, such as earlier models, would never be freed
-    try:
-        yield
-    finally:
-        gc.freeze()
+    with _thawing:  # or another thread would freeze it again within this search
+        if gc.get_freeze_count() < 10_000:  # not called with torch loaded; Python 3.12 starts with 375 objects
+            yield
+            return
+        gc.unfreeze()
+        gc.collect()  # otherwise what is not needed any more, such as earlier models, would never be freed
+        try:
+            yield
+        finally:
+            gc.freeze()
 
 
 def _modules_alive() -> list[Module]:

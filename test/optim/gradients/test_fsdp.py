@@ -368,6 +368,25 @@ def test_layers_may_differ_between_rounds_but_not_between_cores_in_a_round(on_co
         torch.testing.assert_close(found, expected)
 
 
+def loaded_after_a_difference():
+    """The message at the next epoch after ranks differed where that is read late, and the epoch after loading."""
+    model, sampler = parts(sharded_models.sharded)
+    optimizer = vbs.LinearRuleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=8, model=model)
+    state = optimizer.state_dict()
+    optimizer._accumulator._unread = torch.ones(fsdp.NUM_CHECKS), [0] * fsdp.NUM_CHECKS  # as on an accelerator
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.set_epoch(1)
+    optimizer.load_state_dict(state)
+    optimizer.set_epoch(1)
+    return str(raised.value), optimizer.epoch
+
+
+def test_a_state_may_be_loaded_after_ranks_differed(on_cores):
+    for message, epoch in on_cores(2, loaded_after_a_difference):
+        assert message.startswith("Ranks disagree on which parameters have gradients")
+        assert epoch == 1
+
+
 def num_sums(rule):
     """How many times the ranks sum numbers in each step."""
     model, sampler = parts(sharded_models.sharded, trace=[8, 8, sharded_models.NUM_SAMPLES - 16])

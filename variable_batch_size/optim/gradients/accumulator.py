@@ -264,11 +264,15 @@ class GradientAccumulator(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, on any number of ranks."""
         self._has_checked_weights = False  # a run that is reset to its start may begin to pass weights, or stop
-        self._checked = self._unread = None
+        self.forget_digest()
         if self.own_norms is not None and "own_norms" in state:
             self.own_norms.load_state_dict(state["own_norms"])
         if self._fixed_point is not None:
             self._fixed_point.load_state_dict(state)
+
+    def forget_digest(self) -> None:
+        """Forget in what ranks differed, as they are about to load a state."""
+        self._checked = self._unread = None
 
     def compare_again(self) -> None:
         """Compare weights and layouts in the next step, with other ranks. Every rank must call it."""
