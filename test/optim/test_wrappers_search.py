@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -219,6 +220,22 @@ def test_torch_optimizer_hidden_by_gc_freeze_raises(found):
     for *_, messages, _ in found:
         for message in messages:
             assert "must belong to optimizers of this library, but SGD has some" in message
+
+
+def test_a_model_that_was_frozen_by_a_search_is_freed_by_the_next_one():
+    gc.freeze()
+    try:
+        model = network()
+        model.register_forward_hook(lambda *_, model=model: None)  # a cycle, which only a collection frees
+        reference = weakref.ref(model)
+        assert any(one is model for one in wrappers._alive(nn.Sequential))
+        del model
+        gc.collect()
+        assert reference() is not None
+        wrappers._alive(nn.Sequential)
+        assert reference() is None
+    finally:
+        gc.unfreeze()
 
 
 def test_group_may_be_added_after_gc_freeze(found):
