@@ -19,8 +19,6 @@ from torch.distributed import run as torchrun_program
 import variable_batch_size as vbs
 from variable_batch_size.runs import state_file
 
-UNUSED = 2_000_000  # 8 MB, so that writing takes a while
-SLOW = Settings(seconds_per_minibatch=0.02, num_unused=UNUSED)
 # cores check for a stop request about once a second: a run must be much longer than that
 SAVES_ONLY_AT_THE_END = Settings(seconds_per_minibatch=0.02, every_steps=10_000, repeats=40)
 
@@ -41,22 +39,26 @@ def steps_saved(directory):
 
 @pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_repeatedly_killed_workers_end_with_the_same_weights(on_cores, tmp_path, kills):
-    """Under torchrun: every other time, and the first, while core 0 writes a checkpoint."""
+    """Under torchrun: every other time, and the first, while core 0 writes a checkpoint; or a core at any time."""
     killed = Place(tmp_path / "killed")
-    whole = Settings(repeats=2 if kills > 1 else 1, num_unused=UNUSED, every_steps=10_000)
+    whole = Settings(repeats=2 if kills > 1 else 1, every_steps=10_000)
     undisturbed = on_cores(2, stoppable_run.run, tmp_path / "whole", whole)
-    settings = dataclasses.replace(whole, seconds_per_minibatch=0.02, every_steps=2)
+    # without the holds, a session could complete the run before it is killed
+    holds = {str(attempt): ("save", 2) if attempt % 2 == 0 else ("step", 10) for attempt in range(kills)}
+    settings = dataclasses.replace(whole, seconds_per_minibatch=0.02, every_steps=2, holds=holds)
     session = SessionProcess(killed, settings, launcher="forked torchrun", cores=2, restarts=kills)
     rng = random.Random(0)
-    for attempt in range(kills):
+    for attempt in map(str, range(kills)):
         session.wait_for_steps(name=attempt)
-        if attempt % 2 == 0:
-            session.wait_until(lambda: any(killed.checkpoints.glob("*.tmp")), pause=0.0005)
-            victim = 0
+        victim = 0
+        if holds[attempt][0] == "save":
+            session.wait_for_hold(attempt)
+            assert list(killed.checkpoints.glob("*.tmp"))
         else:
-            time.sleep(rng.uniform(0, 0.2))
+            time.sleep(rng.uniform(0, 0.4))
             victim = rng.randrange(2)
         os.kill(session.pid_of_core(victim, name=attempt), signal.SIGKILL)
+        stoppable_run.hold_of(killed.diary, attempt).release()  # if the other core is killed
         check_every_file_loads(killed.checkpoints)
     assert session.finish() == 0, session.output
     check_every_file_loads(killed.checkpoints)
@@ -70,14 +72,15 @@ def test_repeatedly_killed_workers_end_with_the_same_weights(on_cores, tmp_path,
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("xla", marks=pytest.mark.xla)])
 def test_sigterm_saves_exits_with_its_code_and_the_run_resumes(tmp_path, backend):
     place = Place(tmp_path)
-    slow = Settings(seconds_per_minibatch=0.2, every_steps=1000)  # 12 s on two cores
+    slow = Settings(seconds_per_minibatch=0.2, every_steps=1000, repeats=5)  # a minute on two cores
     session = SessionProcess(place, slow, cores=2, backend=backend)
     session.wait_for_steps()
     session.signal(signal.SIGTERM)
     assert session.finish() == vbs.EXIT_STOPPED, session.output
-    assert 0 < steps_saved(place.checkpoints) < NUM_STEPS
-    weights = stoppable_run.run(place.checkpoints)["model"]  # in one process, after two cores
-    expected = stoppable_run.run(tmp_path / "whole")["model"]
+    assert 0 < steps_saved(place.checkpoints) < NUM_STEPS * slow.repeats
+    at_once = dataclasses.replace(slow, seconds_per_minibatch=0.0)
+    weights = stoppable_run.run(place.checkpoints, at_once)["model"]  # in one process, after two cores
+    expected = stoppable_run.run(tmp_path / "whole", at_once)["model"]
     assert stoppable_run.largest_difference(weights, expected) < 1e-5
 
 

@@ -1,11 +1,11 @@
 """Sharded checkpoints: resumed with any sharding, atomic, limited in number, and written during training."""
 
 import shutil
-import time
 
 import pytest
 import sharded_models
 import torch
+from held import Hold
 from sharded_models import Normed, Transformer, go, in_one_block, largest_difference
 from standing_cores import StandingCores
 
@@ -103,25 +103,32 @@ def test_incomplete_directory_is_removed_and_the_run_resumes_from_the_previous_o
     assert largest_difference(state, go(None, "plain", Transformer, "adam")) < 1e-5
 
 
-@pytest.mark.parametrize("format", ["file", "sharded"])
-def test_run_killed_while_writing_resumes_from_the_previous_checkpoint(tmp_path, format):
-    """Kills both processes while the second checkpoint is being written, or right after."""
-    directory = tmp_path / "run"
+@pytest.mark.parametrize(
+    ("format", "suffix", "number"),
+    [
+        ("file", "step-000000002.pt.tmp", 1),
+        ("sharded", "run.pt.tmp", 2),  # before the shards
+        ("sharded", ".metadata.tmp", 2),  # after them
+        ("sharded", "step-000000002-1.tmp", 1),  # after all files
+    ],
+)
+def test_run_killed_while_writing_resumes_from_the_previous_checkpoint(tmp_path, format, suffix, number):
+    """Kills both processes before a file or directory of the second checkpoint has its name."""
+    directory, hold = tmp_path / "run", Hold(tmp_path / "hold")
     cores = StandingCores(2, tmp_path)
-    cores.give(save_again_and_again, directory, format)
-    while not (state_file.checkpoints(directory) and list(directory.glob("*.tmp"))) and not cores.have_answered():
-        time.sleep(0.0005)
-    answer = cores.answer() if cores.have_answered() else None
+    cores.give(save_each_step, directory, format, hold, suffix, number)
+    hold.wait(lambda: str(cores.answer()) if cores.have_answered() else None)
     cores.kill()
-    assert answer is None or answer[0], answer
-    (*_, path) = state_file.checkpoints(directory)
-    assert path.is_dir() == (format == "sharded")
+    assert list(directory.glob("*.tmp"))
+    (path,) = state_file.checkpoints(directory)
+    assert path.name == ("step-000000001-1" if format == "sharded" else "step-000000001.pt")
     state = go(directory, "plain", Transformer, "adam")
     assert largest_difference(state, go(None, "plain", Transformer, "adam")) < 1e-5
     assert not list(directory.glob("*.tmp"))
 
 
-def save_again_and_again(directory, format):
+def save_each_step(directory, format, hold, suffix, number):
+    hold.at_rename(suffix, number=number)
     model, more = sharded_models.sharded(sharded_models.model_of(Transformer))
     sampler = vbs.CustomSampler(dataset_size=48, trace=sharded_models.SIZES, minibatch_size=4, **more)
     inner = sharded_models.adamw(list(model.parameters()))
@@ -132,8 +139,7 @@ def save_again_and_again(directory, format):
         for indices in sampler:
             sharded_models.loss_of(model, x[indices], y[indices]).backward()
             if optimizer.step():
-                for _ in range(100 if optimizer.steps_done == 2 else 1):
-                    checkpoint.save()
+                checkpoint.save()
 
 
 def test_missing_shard_is_named(saved, tmp_path):

@@ -123,6 +123,12 @@ class SessionProcess:
 
         self.wait_until(is_so)
 
+    def wait_for_hold(self, name=None):
+        """Wait until core 0 is held, according to the settings; returns the hold."""
+        hold = stoppable_run.hold_of(self.place.diary, name or self.name)
+        hold.wait(lambda: self.output if self.has_ended else None)
+        return hold
+
     def signal(self, number):
         self._process.send_signal(number)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from held import Hold
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -56,7 +57,8 @@ class Settings:
         repeats: a factor of the length of the run.
         trace: the batch sizes instead of the default.
         seconds_per_minibatch: an additional delay.
-        num_unused: the number of unused parameters, which make a checkpoint larger.
+        holds: by the name of a session, when core 0 waits to be killed or released: at "save" n, before its n-th
+            checkpoint is complete, or at "step" n, after n steps of the session.
     """
 
     rule: str = "linear"
@@ -70,7 +72,7 @@ class Settings:
     repeats: int = 1
     trace: tuple[int, ...] | None = None
     seconds_per_minibatch: float = 0.0
-    num_unused: int = 1
+    holds: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
 
 class Numbered(Dataset):
@@ -100,14 +102,14 @@ class Stopped(Exception):
     """Simulates a lost machine."""
 
 
-def network(dropout: float = 0.0, num_unused: int = 1) -> nn.Module:
+def network(dropout: float = 0.0) -> nn.Module:
     net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
     # from a separate generator: XLA cores are threads that share the global one
     generator = torch.Generator().manual_seed(0)
     for layer in (net[0], net[4]):
         for parameter in layer.parameters():
             nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
-    net.register_parameter("unused", nn.Parameter(torch.ones(num_unused)))
+    net.register_parameter("unused", nn.Parameter(torch.ones(1)))
     return net
 
 
@@ -131,7 +133,7 @@ class Session:
     def __init__(self, directory, settings=None, *, device="cpu", log_to=None):
         self.settings = settings = settings or Settings()
         self.device = torch.device(device)
-        self.model = network(settings.dropout, settings.num_unused).to(self.device)
+        self.model = network(settings.dropout).to(self.device)
         trace = list(settings.trace or SIZES * settings.repeats)
         sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=trace, minibatch_size=MINIBATCH)
         seed_generators(sampler.rank, self.device)
@@ -326,11 +328,33 @@ def read_diary(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+def hold_of(diary: Path, session: str) -> Hold:
+    """Where core 0 of a session waits."""
+    return Hold(diary / f"hold-{session}")
+
+
+def held_in_session(settings, name, diary, after_step):
+    """Prepare the hold of a session, if it has one; returns what is to be called after each step."""
+    moment, number = settings.holds.get(name, (None, 0))
+    if moment is None or running_cores()[0] != 0:
+        return after_step
+    hold = hold_of(diary, name)
+    if moment == "save":
+        hold.at_rename(".pt.tmp", number=number)
+
+    def and_hold(session: Session, step: tuple[int, int]) -> None:
+        after_step(session, step)
+        if moment == "step" and len(session.samples) == number:
+            hold.here()
+
+    return and_hold
+
+
 def main_of_a_core(flags):
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    diary = Diary(Path(flags.diary), flags.session or attempt)
+    name = flags.session or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    diary = Diary(Path(flags.diary), name)
     session = Session(flags.directory, Settings(**json.loads(flags.settings)), device=device_of(flags.backend))
-    session.train(after_step=diary.after_step)
+    session.train(after_step=held_in_session(session.settings, name, Path(flags.diary), diary.after_step))
     if running_cores()[0] == 0:
         torch.save(session.result()["model"], flags.result)
 
