@@ -29,7 +29,6 @@ LAYERS = {
     "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "data", "optim", "runs"},
     "cluster": {"policies", "planning"},
     "integrations": {"cores", "traces", "policies", "schedules", "data", "optim", "runs", "cluster"},
-    "deprecated": {"rules", "optim"},
     "watch": {"runs"},
     "command": {"traces", "policies", "schedules", "planning", "comparison", "watch", "cluster", "integrations"},
 }
@@ -165,7 +164,6 @@ LONG_CONSTRUCTORS = {
     "optim/optimizer.py": {"CustomOptimizer": 17},  # each is a user option
 }
 SHORT_MODULES = {
-    "deprecated.py",  # imported when an old name is used
     "version.py",  # read by setup.cfg, so it imports nothing
 }
 

@@ -453,6 +453,7 @@ MISTAKES = {
     "vbs.LinearOptimizer": (lambda: vbs.LinearOptimizer, "did you mean vbs.LinearRuleOptimizer?"),
     "vbs.AdaScaleRule": (lambda: vbs.AdaScaleRule, "did you mean vbs.rules.AdaScaleRule?"),
     "vbs.Sampler": (lambda: vbs.Sampler, "did you mean vbs.CustomSampler?"),
+    "vbs.make_rule": (lambda: vbs.make_rule, "did you mean vbs.rules.make_rule?"),
 }
 
 

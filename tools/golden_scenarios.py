@@ -302,7 +302,7 @@ def train(
     weight: Callable[[torch.Tensor], Any] | None = None,
     before_step: Callable[[Minibatch], None] | None = None,
     backward: Callable[[Minibatch, torch.Tensor], None] = lambda minibatch, loss: loss.backward(),
-    scheduler: Callable[[Any], Callable[[], None]] | None = None,
+    scheduler: Callable[[Any], Callable[[], None] | None] | None = None,
     passes_model: bool = True,
     **options: Any,
 ) -> None:
@@ -314,7 +314,7 @@ def train(
         weight: the weight of a minibatch, from its targets.
         before_step: called before the first minibatch of each step.
         backward: the backward pass, with modifications of gradients after it.
-        scheduler: returns, for an optimizer, a function that is called after each of its steps.
+        scheduler: attaches a scheduler to an optimizer, or returns a function that is called after each of its steps.
         passes_model: whether the model is passed to the optimizer.
         options: of the optimizer.
     """
@@ -417,19 +417,16 @@ def one_cycle(optimizer: Any) -> Callable[[], None]:
     return lambda: scheduler.step() if optimizer.updated else None
 
 
-def by_progress(optimizer: Any) -> Callable[[], None]:
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
-    return lambda: public("follow_progress")(scheduler, optimizer)
+def by_progress(optimizer: Any) -> None:
+    optimizer.attach(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30), per="progress")
 
 
-def by_samples(optimizer: Any) -> Callable[[], None]:
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    return lambda: public("follow_samples")(scheduler, optimizer, per=REF_BATCHSIZE)
+def by_samples(optimizer: Any) -> None:
+    optimizer.attach(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), per="samples")
 
 
-def by_weight(optimizer: Any) -> Callable[[], None]:
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    return lambda: public("follow_weight")(scheduler, optimizer, per=20)
+def by_weight(optimizer: Any) -> None:
+    optimizer.attach(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), per="tokens", every=20)
 
 
 def num_tokens(targets: torch.Tensor) -> int:
@@ -445,7 +442,7 @@ def num_tokens_on_device(targets: torch.Tensor) -> torch.Tensor:
 
 def closures(recorder: Recorder) -> None:
     model, optimizer, sampler, x, y = _usual(recorder, "AdaScaleRule")
-    for epoch in public("epochs")(optimizer, 2):
+    for epoch in optimizer.epochs(2):
         del epoch
         for numbers in sampler:
 
@@ -482,7 +479,7 @@ def logged(recorder: Recorder, rule: str = "AdaScaleRule", **options: Any) -> No
     optimizer.register_step_post_hook(lambda *_: calls.__setitem__(1, calls[1] + 1))
     log = make("Log", optimizer, every=2, to=[records.append])
     metrics = public("Metrics")("seen", "right", device=recorder.device)
-    for _ in public("epochs")(optimizer, 2):
+    for _ in optimizer.epochs(2):
         for numbers in sampler:
             loss = mean_loss(model, x[numbers], y[numbers])
             loss.backward()
@@ -625,7 +622,7 @@ def decided(recorder: Recorder, policy: Callable[[], Any], *, num_workers: int =
     loader = DataLoader(numbered, batch_sampler=sampler, num_workers=num_workers)
     records: list[Any] = []
     log = make("Log", optimizer, every=2, to=[records.append])
-    for epoch in public("epochs")(optimizer, 2):
+    for epoch in optimizer.epochs(2):
         for inputs, targets, numbers in loader:
             loss = mean_loss(model, inputs, targets)
             loss.backward()
@@ -672,7 +669,7 @@ def streamed(
         "CustomOptimizer", inner, stream, rule=make("AdaScaleRule"), ref_batchsize=REF_BATCHSIZE, model=model
     )
     recorder.begin(model, optimizer, inner)
-    for _ in public("epochs")(optimizer, num_epochs):
+    for _ in optimizer.epochs(num_epochs):
         for minibatch in loader:
             loss = mean_loss(model, minibatch["x"], minibatch["y"])
             loss.backward()

@@ -12,10 +12,6 @@ _attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 def __getattr__(name: str) -> Any:
     if name in __all__ or name.startswith("__"):
         return _attribute(name)
-    if name in ("Step", "epochs", "follow_progress", "follow_samples", "follow_weight", "make_rule"):
-        deprecated = importlib.import_module(f"{__name__}.deprecated")
-        deprecated.warn(name)
-        return getattr(deprecated, name)
     try:
         return importlib.import_module(f"{__name__}.{name}")  # as in vbs.integrations
     except ModuleNotFoundError as error:

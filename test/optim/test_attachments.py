@@ -425,22 +425,3 @@ def test_log_is_closed_where_the_loop_is_left():
     for _ in optimizer.epochs(2):
         break
     assert sink == ["closed"]
-
-
-@pytest.mark.parametrize("name", ["epochs", "follow_samples", "follow_weight", "follow_progress", "make_rule", "Step"])
-def test_names_of_earlier_versions_work_and_warn(name):
-    with pytest.warns(DeprecationWarning, match=rf"vbs\.{name} is deprecated: use "):
-        assert callable(getattr(vbs, name))
-
-
-def test_functions_of_earlier_versions_do_the_same():
-    model, loader, optimizer = make()
-    scheduler = MAKE["lambda"](optimizer)
-    with pytest.warns(DeprecationWarning):
-        epochs, follow = vbs.epochs, vbs.follow_samples
-    for _ in epochs(optimizer, 1):
-        for x, y in loader:
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            follow(scheduler, optimizer, per=8)
-            assert scheduler.last_epoch == optimizer.samples_done // 8
