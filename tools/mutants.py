@@ -117,7 +117,7 @@ TESTS = {
         "test/optim/test_optimizer_reading.py",
         *OF_OPTIMIZER,
     ],
-    "optim/steps.py": ["test/optim/test_optimizer_halves.py", *OF_OPTIMIZER],
+    "optim/steps.py": OF_OPTIMIZER,
     "optim/loop_checks.py": ["test/optim/test_optimizer_two_models.py", *OF_OPTIMIZER],
     "optim/hyperparameters.py": [*OF_SETTINGS, *OF_TRAINING],
     "optim/buffers.py": ["test/optim/test_buffers.py", *OF_TRAINING],

@@ -111,16 +111,15 @@ def with_open_steps(device, rule="linear", **options):
     return model.state_dict(), optimizer.noise_scale
 
 
-def with_noise(device, rule="surge", halves=False, inner=torch.optim.AdamW, fused=False, **options):
+def with_noise(device, rule="surge", inner=torch.optim.AdamW, fused=False, **options):
     """Steps of one and two minibatches, in which noise is measured."""
     model, data = network(device), samples(device)
     sampler = vbs.CustomSampler(dataset_size=len(data), trace=[8, 16] * 20, minibatch_size=8)
     inner = inner(model.parameters(), lr=0.01, fused=fused, **({} if inner is torch.optim.SGD else {"eps": 0.01}))
     optimizer = vbs.Optimizer(inner, sampler, rule=rule, ref_batchsize=8, model=model, **options)
     for indices in sampler:
-        for part in optimizer.halves(data[indices], every=3) if halves else [data[indices]]:
-            model(part).square().mean().backward()
-            optimizer.step()
+        model(data[indices]).square().mean().backward()
+        optimizer.step()
     return model.state_dict(), optimizer.noise_scale
 
 
@@ -169,8 +168,6 @@ OTHERS = {
     "open steps, AdaScale one step late": partial(with_open_steps, rule="adascale"),
     "token budget, AdaScale": with_token_budget,
     "token budget, AdaScale, fused": partial(with_token_budget, fused=True),
-    "halves, AdaScale": partial(with_noise, rule="adascale", inner=torch.optim.SGD, halves=True),
-    "halves, AdaScale, fused": partial(with_noise, rule="adascale", inner=torch.optim.SGD, halves=True, fused=True),
     "noise by norm layers": partial(with_noise, measure_noise="norm layers"),
     "noise by norm layers, AdaScale, fused": partial(
         with_noise, rule="adascale", measure_noise="norm layers", fused=True

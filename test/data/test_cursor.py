@@ -218,18 +218,6 @@ def test_minibatches_of_a_step_that_others_have_begun_are_those_of_the_ranks_bef
     ] == [0, 2, 3, True]
 
 
-def test_two_halves_have_the_plans_of_two_minibatches_and_the_next_minibatch_its_own():
-    position = position_of(0, trace=(32, 32), num_replicas=1)
-    first, second = position.begin_half(), position.advance()
-    assert [(plan.num_minibatches, plan.is_last) for plan in (first, second)] == [(2, False), (2, True)]
-    assert position.num_parts == 2
-    assert position.advance().num_minibatches == position.num_parts == 1
-    position.move(0)
-    position.begin_half()
-    position.move(0)  # the loop was left between the halves
-    assert position.advance().num_minibatches == 1
-
-
 def test_before_the_first_step_of_a_pass_a_rank_changes_without_a_trace_of_the_old_one():
     position = position_of(3, trace=(96, 128), num_replicas=4)
     assert position.next.is_idle

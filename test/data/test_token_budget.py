@@ -135,12 +135,9 @@ def test_a_policy_decides_tokens():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), own.parameters(), strict=True))
 
 
-def test_halves_and_norms_of_samples_are_refused():
+def test_norms_of_samples_are_refused():
     with pytest.raises(ValueError, match="`measure_noise` must not be 'norm layers' with a TokenBudget: its minibatch"):
         optimizer_of(32, measure_noise="norm layers")
-    optimizer, _ = optimizer_of(16, measure_noise=True)
-    with pytest.raises(ValueError, match=r"halves\(\) needs minibatches of equal size, but those of a TokenBudget"):
-        next(optimizer.halves(torch.ones(2, 1)))
 
 
 @pytest.mark.parametrize(

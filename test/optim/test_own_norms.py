@@ -245,17 +245,6 @@ def test_noise_is_the_same_on_several_cores(on_cores, num_cores, is_weighted):
         assert found == pytest.approx(expected, rel=1e-3, nan_ok=True)
 
 
-def test_halves_are_measured():
-    model = network()
-    sampler, optimizer = make(model, trace=MINIBATCH)
-    for _ in optimizer.epochs(1):
-        for indices in sampler:
-            for x, y in optimizer.halves(X[indices], Y[indices], every=4):
-                loss_of(model, x, y).backward()
-                optimizer.step()
-    assert optimizer._flow.noise_meter().averages[0].count == 2  # of 32 steps
-
-
 @pytest.mark.parametrize(("is_fused", "way"), [(True, "on the device"), (False, "one step late")])
 def test_numbers_on_an_accelerator_are_those_read_at_once(monkeypatch, is_fused, way):
     def run():

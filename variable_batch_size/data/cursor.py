@@ -74,7 +74,6 @@ class Cursor:
         self.schedule.begin_epoch(epoch, first_step)
         steps = self.schedule.steps(epoch)
         self.is_done = False  # whether this rank has ended an open step that others have not
-        self._is_half = False  # whether the next minibatch is the second half of one
         check_within(len(steps), first_step=first_step)
         self.epoch, self._steps = int(epoch), steps
         step = steps[min(int(first_step), len(steps) - 1)] if steps else steps.start
@@ -114,16 +113,8 @@ class Cursor:
         self.plan = self._last = closed._replace(is_last=num_minibatches > 0)
         return self.plan
 
-    def begin_half(self) -> StepPlan:
-        """The plan of the first half of the next minibatch, the only one of its step; advance() follows."""
-        upcoming = self.next
-        assert upcoming is not None
-        self._is_half = True
-        self.plan = upcoming._replace(num_minibatches=2, is_last=False)
-        return self.plan
-
     def advance(self) -> StepPlan:
-        """The plan of the next minibatch, or of its second half, which is then the latest one."""
+        """The plan of the next minibatch, which is then the latest one."""
         if self.shares is not None:
             self.shares.await_device()
         if not self._num_left:
@@ -144,8 +135,6 @@ class Cursor:
         self._num_own += not self.plan.is_padding
         if self.shares is not None:
             self.shares.end_minibatch(is_padding=self.plan.is_padding)
-        if self._is_half:
-            self._is_half, self.plan = False, self.plan._replace(num_minibatches=2)
         return self.plan
 
     def look_ahead(self) -> None:
@@ -250,14 +239,6 @@ class Cursor:
     def num_own(self) -> int:
         """How many minibatches this rank has run in the step of the latest one, without padding."""
         return self._num_own
-
-    @property
-    def num_parts(self) -> int:
-        """How many parts the latest minibatch is run in: 2 if it has halves, else 1."""
-        if self.plan.is_open:
-            return 1
-        size = self.plan.batch_size
-        return self.plan.num_minibatches * self.schedule.minibatch_size_of(size) // size
 
     @property
     def epoch_step(self) -> int:

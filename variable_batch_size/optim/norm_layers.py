@@ -45,7 +45,7 @@ def make_norm_layers(
         raise ValueError(f"`measure_noise` must not be {MEASURES!r} with a TokenBudget: {reason}")
     if rule.preconditions or exact:
         what = "exact=True" if exact else type(rule).__name__
-        raise ValueError(f"`measure_noise` must not be {MEASURES!r} with {what}: use optimizer.halves(…) instead")
+        raise ValueError(f"`measure_noise` must not be {MEASURES!r} with {what}: use minibatches of half the size")
     every = 1 if is_one_program else EVERY  # there, it would be another graph
     return NormLayers(model, trained, num_samples=sampler.minibatch_size, every=every)
 
@@ -87,14 +87,14 @@ class NormLayers:
                 self.parameters += found
         if not self.parameters:
             problem = f"`measure_noise={MEASURES!r}` needs LayerNorm, RMSNorm or GroupNorm layers with a trained weight"
-            raise ValueError(f"{problem} of their own, and the model has none: loop over optimizer.halves(…) instead")
+            raise ValueError(f"{problem} of their own, and the model has none: use minibatches of half the size")
         self.collector = torch.zeros(2).to(self.parameters[0].device).requires_grad_()
 
-    def expect(self, upcoming: StepPlan | None, *, num_parts: int) -> None:
-        """Before each minibatch, or each of its parts; None after the last one of an epoch."""
+    def expect(self, upcoming: StepPlan | None) -> None:
+        """Before each minibatch; None after the last one of an epoch."""
         self.is_on = upcoming is not None and upcoming.step % self.every == 0
         if upcoming is not None:
-            self.num_samples = upcoming.batch_size // upcoming.num_minibatches // num_parts
+            self.num_samples = upcoming.batch_size // upcoming.num_minibatches
 
     def note_use(self, name: str) -> None:
         """A forward pass of a layer, unless it is repeated within a backward pass."""
@@ -120,7 +120,7 @@ class NormLayers:
         if several is not None and found is not None:
             raise RuntimeError(
                 f"`measure_noise={MEASURES!r}` needs one forward pass of each layer in a minibatch, but {several!r} "
-                f"ran {uses[several]} times: evaluate in torch.no_grad(), or loop over optimizer.halves(…) instead"
+                f"ran {uses[several]} times: evaluate in torch.no_grad(), or use minibatches of half the size"
             )
         if found is None or plan.is_padding:
             return torch.zeros_like(self.collector)[:1]
@@ -148,7 +148,7 @@ class _Hook:
         if is_dtensor(x) or not (x.shape[0] == samples or (x.dim() == 2 and x.shape[0] % samples == 0)):
             raise ValueError(
                 f"`measure_noise={MEASURES!r}` needs the {samples} samples of a minibatch as the first dimension, but "
-                f"the input of {self._name!r} has the shape {tuple(x.shape)}: loop over optimizer.halves(…) instead"
+                f"the input of {self._name!r} has the shape {tuple(x.shape)}: use minibatches of half the size"
             )
         weight: Any = module.weight
         bias: Any = getattr(module, "bias", None)
@@ -194,7 +194,7 @@ class _Measure(torch.autograd.Function):
             if hasattr(ctx, "is_done"):
                 raise RuntimeError(
                     f"`measure_noise={MEASURES!r}` needs one backward pass through each layer in a minibatch: add the "
-                    "losses and call backward() on the sum, or loop over optimizer.halves(…) instead"
+                    "losses and call backward() on the sum, or use minibatches of half the size"
                 )
             ctx.is_done = True
         has_weight, has_bias = ctx.trained

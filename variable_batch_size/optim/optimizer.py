@@ -33,7 +33,7 @@ from variable_batch_size.optim.policy_driver import PolicyDriver, Record
 from variable_batch_size.optim.probe import RuleLike, checked_rule
 from variable_batch_size.optim.proxy import Inner, OptimizerProxy, optimizers_of
 from variable_batch_size.optim.seeding import MinibatchSeeder
-from variable_batch_size.optim.steps import Halves, KnownSteps, Steps
+from variable_batch_size.optim.steps import KnownSteps, Steps
 from variable_batch_size.optim.token_weights import TokenWeights, Weight
 from variable_batch_size.optim.trace_watcher import driver_for
 from variable_batch_size.optim.wrappers import Wrappers
@@ -244,7 +244,6 @@ class CustomOptimizer(OptimizerProxy):
         self._hyperparameters = StepHyperparameters(self.inner, self._communicator)
         self._steps = self._make_steps()
         self._checks = LoopChecks(parameters, sampler, self._accumulator, self._seeder, exact=self.exact)
-        self._halves = Halves(sampler, self._cursor, self._accumulator, self._rule, measures=self._measures)
         # a stream may be read in another process, and with open steps a loader need not be read
         self._watch(not isinstance(sampler, CustomSampler) or sampler.schedule.is_open)
         for one in optimizers_of(self.inner):
@@ -331,18 +330,12 @@ class CustomOptimizer(OptimizerProxy):
     _step_eagerly: Any = torch._disable_dynamo(step)  # type: ignore[attr-defined]
 
     def _plan_minibatch(self, last: bool | None, *, is_closure: bool) -> StepPlan:
-        """Count a minibatch, with its second half if it has halves, and advance to it."""
-        runs, sampler, halves = self._runs, self.sampler, self._halves
-        if halves.next and halves.is_lost:
-            halves.refuse_order()
+        """Count a minibatch, and advance to it."""
+        runs, sampler = self._runs, self.sampler
         if not runs.number:
             self._begin_first_minibatch(is_closure=is_closure)
         if not runs.number or (runs.number >= sampler.num_read and sampler.must_be_read):
             sampler.check_run(runs)
-        if halves.next == 1:
-            halves.next = 2
-            return self._cursor.begin_half()
-        halves.next = 0
         runs.add(sampler.num_read)
         if last is not None:
             self._steps.end_with_next(last)
@@ -447,10 +440,7 @@ class CustomOptimizer(OptimizerProxy):
     def _prepare_next(self) -> None:
         """Before each minibatch."""
         if (layers := self._accumulator.norm_layers) is not None:
-            layers.expect(self._cursor.next, num_parts=2 if self._halves.next else 1)
-        if self._halves.next:
-            self._communicator.flush()
-            return
+            layers.expect(self._cursor.next)
         if self._cursor.schedule.lockstep:
             plan = self._cursor.next or StepPlan(1)
             self._accumulator.begin_minibatch(is_padding=plan.is_padding, is_last=plan.is_last)
@@ -551,33 +541,6 @@ class CustomOptimizer(OptimizerProxy):
         """
         yield from self._steps.minibatches(own, padding, self, self._prepare_next)
 
-    def halves(self, *data: Any, every: int = 20) -> Iterator[Any]:
-        """Yield a minibatch, or its halves in every N-th step if it is the step's only one, to measure the noise.
-
-            for data, target in loader:
-                for x, y in optimizer.halves(data, target):
-                    loss_fn(model(x), y).backward()
-                    optimizer.step()
-
-        One minibatch alone shows no gradient noise. Its halves are two minibatches of half the size: their
-        mean is the gradient of the step, and their norms estimate the noise without bias. Each estimate counts once in
-        the averages, however many steps are between two: the memory of `smoothing` is in estimates. Every rank must
-        call it, and ``step()`` must follow each yield. Forward and backward passes run with two batch shapes, and only
-        those.
-
-        Args:
-            data: tensors whose first dimension is the minibatch, or lists, tuples and mappings of these; anything else
-                in them is passed on. One argument is yielded as it is, several as a tuple.
-            every: from one such step to the next.
-        """
-        check_positive(every=every)
-        yield from self._halves.of(data, self._runs, every)
-
-    @property
-    def num_parts(self) -> int:
-        """How many parts the latest minibatch is run in: 2 if :meth:`halves` has split it, else 1."""
-        return self._cursor.num_parts
-
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Start an epoch, together with the sampler. Call it before each pass over the loader, here or on the sampler.
 
@@ -635,7 +598,7 @@ class CustomOptimizer(OptimizerProxy):
         self._seeder.on_request(is_first, is_run_next=is_run_next)
 
     def _begin_epoch(self) -> None:
-        self._runs, self._halves.next = self.sampler.new_count(), 0
+        self._runs = self.sampler.new_count()
         self._accumulator.begin_epoch(self._cursor.epoch)
         self._loss_scale.reset()
         self._attachments.begin_pass(self)
@@ -729,7 +692,7 @@ class CustomOptimizer(OptimizerProxy):
     @property
     def is_accumulating(self) -> bool:
         """Whether this core has run some of its minibatches of a step, but not all."""
-        return self._cursor.is_accumulating or self._halves.next == 2
+        return self._cursor.is_accumulating
 
     @property
     def batch_size(self) -> int:

@@ -18,8 +18,8 @@ class NoiseRule(Rule):
         starts_with_mean: average the first steps as in the AdaScale paper; otherwise debias (:class:`NoiseAverage`).
         smoothing: the decay θ of the average in a step: a number, a function of the scale S, or ``"paper"``; None for
             one that remembers at least 20 steps (:func:`decay_at`). Steps without an estimate do not count: with
-            ``optimizer.halves(…)`` or ``measure_noise="own norm"`` it remembers 20 estimates. An estimate of
-            ``"norm layers"``, from all samples of a step, counts as those of the 16 steps until the next one.
+            ``measure_noise="own norm"`` it remembers 20 estimates. An estimate of ``"norm layers"``, from all samples
+            of a step, counts as those of the 16 steps until the next one.
     """
 
     measures_noise = True

@@ -169,8 +169,7 @@ class Log(AbstractContextManager["Log"]):
             kind = "sum" if optimizer.minibatch_weights.is_weighted else "mean"
             raise ValueError(f"`loss` must be the {kind} over a minibatch, got the shape {tuple(loss.shape)}")
         if not optimizer.is_idle:
-            parts = 1 if optimizer.minibatch_weights.is_weighted else optimizer.num_parts  # a sum, or a mean of samples
-            self._losses_of_step.append(loss.detach() if parts == 1 else loss.detach() / parts)
+            self._losses_of_step.append(loss.detach())
         if optimizer.steps_made == self._steps_seen:
             return
         self._steps_seen = optimizer.steps_made
@@ -213,7 +212,7 @@ class Log(AbstractContextManager["Log"]):
         num_minibatches = optimizer.batch_size // size
         is_weighted = optimizer.minibatch_weights.is_weighted  # losses are then sums, which count as they are
         factor = 1 if is_weighted else size // self._schedule.minibatch_size
-        own = optimizer.num_own * optimizer.num_parts
+        own = optimizer.num_own
         given = len(self._losses_of_step)
         if optimizer.sampler.is_elastic:  # it may have run those of a core that has left
             own = given
@@ -228,7 +227,7 @@ class Log(AbstractContextManager["Log"]):
         while len(self._losses) >= _LOSSES_AT_ONCE:
             self._add_losses()
         self._num_samples += optimizer.batch_size
-        self._num_own += own // optimizer.num_parts
+        self._num_own += own
         self._num_core_steps += cores
         self._num_idle += max(0, cores - num_minibatches) if self._is_known else not own
 
