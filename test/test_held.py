@@ -47,6 +47,11 @@ def test_held_processes_continue_when_they_are_released_and_later_ones_are_not_h
     assert [leader.wait() for leader in leaders] == [0, 0]
     count(hold, paths[2])
     assert all(path.exists() for path in paths)
+    hold.again()
+    again = forked.Leader(count, hold, tmp_path / "d", environment={})
+    assert hold.wait() == [again.pid]
+    hold.release()
+    assert again.wait() == 0
 
 
 def test_a_process_that_ends_before_it_is_held_is_reported(tmp_path):

@@ -20,6 +20,7 @@ from comparisons import (
     vbs_compare,
     wait_for_runs,
 )
+from held import Hold
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
@@ -74,7 +75,7 @@ def test_runs_of_a_seed_start_from_the_same_weights_and_use_the_same_data(digits
 
 def test_interrupted_comparison_resumes_to_the_same_results(digits, tmp_path):
     options = [*DIGITS, "--out", tmp_path, "--jobs", 2]
-    running = fork_vbs_compare(*options)
+    running = fork_vbs_compare(*options, hold=Hold(tmp_path / "hold"), after=5)
     wait_for_runs(5, running, tmp_path)
     running.send_signal(signal.SIGINT)
     done = running.finish()
@@ -91,9 +92,11 @@ def test_interrupted_comparison_resumes_to_the_same_results(digits, tmp_path):
 
 def test_background_process_ignores_ctrl_c_of_the_foreground(tmp_path):
     options = ["--workload", "comparisons:line", "--seeds", 1, "--rules", "linear", "--out", tmp_path]
-    running = fork_vbs_compare(*options, is_in_background=True)
-    wait_for_runs(1, running, tmp_path)
+    hold = Hold(tmp_path / "hold")
+    running = fork_vbs_compare(*options, is_in_background=True, hold=hold, after=1)
+    hold.wait(running.poll)
     running.send_signal(signal.SIGINT)
+    hold.release()
     assert running.finish().returncode == 0
     assert len(rows(tmp_path)) == 3
 
@@ -106,7 +109,8 @@ def lead_session(arguments):
 
 
 def test_sigterm_leaves_no_process_running(tmp_path):
-    options = ["--workload", "comparisons:line", "--seeds", 20, "--rules", "linear", "--jobs", 1, "--out", tmp_path]
+    # so many seeds that it does not end before the signal
+    options = ["--workload", "comparisons:line", "--seeds", 200, "--rules", "linear", "--jobs", 1, "--out", tmp_path]
     running = forked.Program(lead_session, ["compare", *map(str, options)], folder=comparisons.HERE)
     wait_for_runs(1, running, tmp_path)
     running.send_signal(signal.SIGTERM)

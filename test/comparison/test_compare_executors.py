@@ -7,20 +7,24 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import comparisons
 import forked
+import plain_line
 import psutil
 import pytest
 from comparisons import rows, rows_by_run, sigterm_as_it_is, vbs_compare, wait_for_runs
+from held import Hold
 from ray_cluster import ray_cluster
 
 from variable_batch_size.command.main import main
 
 # a file instead of the digits, for which every worker would import scikit-learn
-LINE = ["--workload", f"{comparisons.HERE / 'plain_line.py'}:line", "--seeds", 2, "--rules", "linear"]
+LINE = ["--workload", f"{plain_line.__file__}:line", "--seeds", 2, "--rules", "linear"]
 NUM_RUNS = 6
 INTERRUPTED = "interrupted; the same command resumes"
 PAGE = comparisons.ROOT / "docs" / "clusters.md"
@@ -81,10 +85,19 @@ def of_session(session):
     return found
 
 
-def started(options):
-    """A comparison that has completed at least one run, in a forked process, which leads a session of its own."""
+@pytest.fixture
+def hold(tmp_path, monkeypatch):
+    """Holds the runs of the second seed, so that no comparison ends before it is released."""
+    found = Hold(tmp_path / "hold")
+    monkeypatch.setenv(plain_line.HOLD, str(found.folder))
+    return found
+
+
+def started(options, hold):
+    """A comparison in a forked process, which leads a session of its own, when it has done a run and another is held."""
     running = forked.Program(lead_session, options, folder=comparisons.HERE)
     wait_for_runs(1, running, folder_of(options))
+    hold.wait(lambda: None if running.poll() is None else running.finish())
     return running
 
 
@@ -122,39 +135,47 @@ def made_in(folder):
     return {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/*/run.json")}
 
 
-def ends_with(expected, options, *, while_killing):
-    """A comparison ends with these results although the first process with a given name is killed."""
-    killed = []
+def ends_with(expected, options, hold, *, number=1, meanwhile=lambda: None):
+    """A comparison ends with these results although one of the processes that run it is killed.
+
+    Args:
+        number: of processes that run something at the same time.
+        meanwhile: is called after the kill.
+    """
+    hold.again()
 
     def kill():
-        killed.append(until(lambda: below(os.getpid(), while_killing))[0])
-        killed[0].kill()
+        try:
+            os.kill(hold.wait(number=number)[0], signal.SIGKILL)
+            meanwhile()
+        finally:
+            hold.release()
 
-    killing = threading.Thread(target=kill)
-    killing.start()
-    assert main(options) == 0
-    killing.join()
-    assert killed
+    with ThreadPoolExecutor() as pool:
+        killing = pool.submit(kill)
+        assert main(options) == 0
+        killing.result()
     return (folder_of(options) / "results.csv").read_bytes() == expected
 
 
-def test_loky_resumes_after_an_interruption_and_a_killed_worker(local, tmp_path):
+def test_loky_resumes_after_an_interruption_and_a_killed_worker(local, tmp_path, hold):
     options = options_for("on_loky.py", tmp_path, max_workers=1)  # each has to import torch, and again after the kill
-    running = started(options)
+    running = started(options, hold)
     running.send_signal(signal.SIGINT)
     done = finished(running)
     assert done.returncode == 130, done.stderr
     assert INTERRUPTED in done.stderr
     until(lambda: not of_session(running.pid))
     made = made_before_the_interruption(options)
-    assert ends_with(local, options, while_killing="popen_loky")
+    assert ends_with(local, options, hold)
     assert made_in(tmp_path / "out").items() >= made.items()
     until(lambda: not below(os.getpid(), "popen_loky"))
 
 
-def test_dask_continues_after_a_killed_worker_and_leaves_no_process(local, tmp_path):
-    running = started(options_for("on_dask.py", tmp_path, n_workers=1))  # as with loky; Dask starts another one
-    below(running.pid, "spawn_main")[0].kill()
+def test_dask_continues_after_a_killed_worker_and_leaves_no_process(local, tmp_path, hold):
+    running = started(options_for("on_dask.py", tmp_path, n_workers=1), hold)  # as with loky; Dask starts another one
+    os.kill(hold.wait()[0], signal.SIGKILL)
+    hold.release()
     done = finished(running)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "results.csv").read_bytes() == local
@@ -162,18 +183,21 @@ def test_dask_continues_after_a_killed_worker_and_leaves_no_process(local, tmp_p
 
 
 @pytest.fixture
-def cluster(monkeypatch):
+def cluster(monkeypatch, hold):  # which its processes inherit
     with ray_cluster(monkeypatch, num_cpus=1) as found:
         monkeypatch.setenv("RAY_ADDRESS", found.address)
         yield found
 
 
 @pytest.mark.filterwarnings("ignore")  # of Ray and its dependencies
-def test_ray_resumes_after_an_interruption_a_killed_worker_and_a_removed_node(local, tmp_path, cluster, capsys):
+def test_ray_resumes_after_an_interruption_a_killed_worker_and_a_removed_node(
+    local, tmp_path, hold, cluster, capsys
+):
     options = options_for("on_ray.py", tmp_path)
 
     def interrupt():
         until(lambda: made_in(tmp_path / "out"))
+        hold.wait()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     interrupting = threading.Thread(target=interrupt)
@@ -186,15 +210,8 @@ def test_ray_resumes_after_an_interruption_a_killed_worker_and_a_removed_node(lo
     made = made_before_the_interruption(options)
     until(lambda: not below(os.getpid(), "ray::make"))
     second_node = cluster.add_node(num_cpus=1, include_log_monitor=False)
-
-    def leave():
-        until(lambda: below(os.getpid(), "ray::make"))
-        cluster.remove_node(second_node, allow_graceful=False)
-
-    leaving = threading.Thread(target=leave)
-    leaving.start()
-    assert ends_with(local, options, while_killing="ray::make")
-    leaving.join()
+    leave = partial(cluster.remove_node, second_node, allow_graceful=False)
+    assert ends_with(local, options, hold, number=2, meanwhile=leave)  # a run on each node
     assert made_in(tmp_path / "out").items() >= made.items()
 
 

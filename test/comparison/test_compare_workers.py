@@ -1,6 +1,7 @@
 """Worker processes of a comparison, some of which die."""
 
 import multiprocessing
+import time
 from operator import neg
 
 from comparisons import forked_runs
@@ -11,7 +12,7 @@ from variable_batch_size.comparison.experiment import FAILED, Run
 
 def test_a_process_that_dies_before_it_has_begun_fails_its_run_only():
     with LocalProcesses(1) as workers:
-        workers.start(Run("ramp", "linear", 0), (neg, (1,), {}))
+        workers.start(Run("ramp", "linear", 0), (time.sleep, (600,), {}))
         (process,) = multiprocessing.active_children()
         process.kill()  # while it imports torch, which those after it need not
         run, outcome = workers.next_outcome()

@@ -312,7 +312,10 @@ def test_processes_exit_when_their_parent_is_killed(tmp_path):
 
 
 def train_until_another_core_has_joined(dataset_size):
-    """The second core kills itself; the first one trains slowly until another has taken its place."""
+    """The second core kills itself; the first one trains slowly until another has taken its place.
+
+    More slowly towards the end, which must not come before.
+    """
     torch.manual_seed(os.getpid())
     model = torch.nn.Linear(1, 1)
     loader = vbs.DataLoader(torch.ones(dataset_size, 1), trace=[4] * (dataset_size // 4), minibatch_size=2)
@@ -328,7 +331,8 @@ def train_until_another_core_has_joined(dataset_size):
                     os.kill(os.getpid(), signal.SIGKILL)
                 log.step(loss)
                 sizes.append(optimizer.sampler.num_replicas)
-                time.sleep(0 if sizes[-1] == 2 and live.current().core + max(live.current().members) > 3 else 0.02)
+                has_joined = sizes[-1] == 2 and live.current().core + max(live.current().members) > 3
+                time.sleep(0 if has_joined else 0.02 if optimizer.steps_done < 200 else 1)
     steps = [record["step"] for record in records]
     return model.weight.item(), {*sizes}, steps, optimizer.steps_done
 
@@ -365,7 +369,7 @@ def test_arguments_of_elastic_runs_are_checked(options, message):
 def train_and_kill(pids):
     """All cores train until each has written its process id; one of them then kills all."""
     model = torch.nn.Linear(1, 1)
-    loader = vbs.DataLoader(torch.ones(4000, 1), trace=[4] * 1000, minibatch_size=2)
+    loader = vbs.DataLoader(torch.ones(40_000, 1), trace=[4] * 10_000, minibatch_size=2)
     inner = torch.optim.SGD(model.parameters(), lr=0.001)
     optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=4, model=model)
     for _ in optimizer.epochs():

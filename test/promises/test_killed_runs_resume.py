@@ -279,9 +279,10 @@ def test_second_ctrl_c_ends_at_once(tmp_path, start):
         time.sleep(1.2)
         begin = time.monotonic()
         os.killpg(running.pid, signal.SIGINT)
-        said.read()  # until its cores have also closed their output
+        text = said.read()  # until its cores have also closed their output
     assert running.wait() != 0
-    assert time.monotonic() - begin < 25  # torchrun kills its workers after 30 s
+    assert "forcefully exiting" not in text  # of torchrun, after 30 s
+    assert time.monotonic() - begin < 300
     assert not state_file.checkpoints(tmp_path)
 
 

@@ -21,7 +21,7 @@ RUNS = [
         "cores": 2,
         "seed": 1,
         "events": ["add", "kill", "stop"],
-        "timeout": 1.0,
+        "timeout": 3.0,  # a core that waits for the processor must not be removed
     },
 ]
 

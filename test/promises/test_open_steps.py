@@ -3,6 +3,7 @@
 import open_runs
 import pytest
 import torch
+from held import Hold
 
 import variable_batch_size as vbs
 
@@ -60,8 +61,8 @@ def test_the_executed_trace_replays_to_the_same_weights(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["", "exact", "lockstep", "lockstep, late"])
-def test_a_core_that_never_ends_its_step_is_named(on_new_cores, how):
-    error = on_new_cores(2, open_runs.hang, how)[0]
+def test_a_core_that_never_ends_its_step_is_named(on_new_cores, tmp_path, how):
+    error = on_new_cores(2, open_runs.hang, how, Hold(tmp_path))[0]
     own, other = error.split("core 1 has ")
     waits = "has not ended it and waits after 0" if how == "lockstep, late" else "has ended it after 1"
     assert own == f"step 0 of the run, in epoch 0, did not end within 1 seconds: core 0 {waits} minibatches; "

@@ -107,13 +107,15 @@ def test_closed_sink_does_not_overwrite_lines_of_another(bucket, tmp_path):
 
 def test_a_process_that_ends_uploads_what_is_left_through_new_connections(bucket, server):
     program = f"""
-import time
+import threading
 import variable_batch_size as vbs
 from variable_batch_size.runs.remote import RemoteDirectory
 from variable_batch_size.runs.store import AsyncWriter
 
+is_ending = threading.Event()
+
 def write():
-    time.sleep(0.5)  # until the process is ending
+    is_ending.wait()
     remote = RemoteDirectory("{bucket}/ended")
     (remote.folder / "written").write_text("whole")
     remote.upload()
@@ -122,6 +124,7 @@ writer = AsyncWriter()
 writer.start(write)
 sink = vbs.JsonLines("{bucket}/ended/steps.jsonl")
 sink({{"step": 1}})
+threading._register_atexit(is_ending.set)  # called first
 """
     # with a name to be looked up, as real ones have
     variables = {**os.environ, "AWS_ENDPOINT_URL": server.replace("127.0.0.1", "localhost")}

@@ -132,15 +132,18 @@ def test_named_tuple_is_copied_like_in_a_file():
 
 def test_exiting_process_logs_failures_and_its_children_do_not_wait():
     program = """
-import os, time
+import os, threading
 from variable_batch_size.runs.store import AsyncWriter
 
+is_ending = threading.Event()
+
 def fail():
-    time.sleep(1)
+    is_ending.wait()
     raise OSError("full")
 
 writer = AsyncWriter()
 writer.start(fail)
+threading._register_atexit(is_ending.set)  # called first
 if os.fork():
     os.wait()
 """

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
@@ -88,17 +88,31 @@ def sigterm_as_it_is():
         signal.signal(signal.SIGTERM, before)
 
 
-def fork_vbs_compare(*options, folder=HERE, is_in_background=False):
-    """Start ``vbs compare`` in a forked process: in the foreground, or in the background, where SIGINT is ignored."""
+def fork_vbs_compare(*options, folder=HERE, is_in_background=False, hold=None, after=0):
+    """Start ``vbs compare`` in a forked process: in the foreground, or in the background, where SIGINT is ignored.
+
+    With a hold, its processes begin no further run once this many have ended.
+    """
     return forked.Program(
-        _main_of_a_fork, ["compare", *map(str, options)], folder=folder, ignores_sigint=is_in_background
+        *(_main_of_a_fork, ["compare", *map(str, options)], hold, after), folder=folder, ignores_sigint=is_in_background
     )
 
 
-def _main_of_a_fork(arguments):
+def _main_of_a_fork(arguments, hold, after):
     warnings.simplefilter("error")
-    with forked_runs():
+    with forked_runs(), nullcontext() if hold is None else _held(hold, after, Path(arguments[arguments.index("--out") + 1])):
         sys.exit(main(arguments))
+
+
+@contextmanager
+def _held(hold, after, directory):
+    def outcome_of(work, now=compare.outcome_of):
+        if num_runs(directory) >= after:
+            hold.here()
+        return now(work)
+
+    with patch.object(compare, "outcome_of", outcome_of):
+        yield
 
 
 @contextmanager
@@ -117,12 +131,16 @@ def environment():
 
 def wait_for_runs(number, running, directory):
     """Wait until a running comparison has completed a number of runs."""
-    while len(list(directory.glob("runs/*/*/*/run.json"))) < number:
+    while num_runs(directory) < number:
         assert running.poll() is None, running.finish()
         time.sleep(0.05)
 
 
 # ------------------------------------------------------------------------------------------------------ what it wrote
+
+
+def num_runs(directory):
+    return len(list(directory.glob("runs/*/*/*/run.json")))
 
 
 def rows(directory):

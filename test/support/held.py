@@ -26,8 +26,11 @@ class Hold:
         """Wait until this process is killed or the hold is released."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / str(os.getpid())).touch()
-        while not self._is_released():
+        while not self.is_released():
             time.sleep(PAUSE)
+
+    def is_released(self):
+        return (self.folder / "released").exists()
 
     def at_rename(self, suffix, *, number=1):
         """Wait when this process is about to rename a file or directory with this suffix for the n-th time.
@@ -60,13 +63,15 @@ class Hold:
             time.sleep(PAUSE)
         return pids
 
+    def again(self):
+        """Hold processes again after a release."""
+        for path in self.folder.iterdir():
+            path.unlink()
+
     def release(self):
         """Let all processes continue that are held, or will be."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "released").touch()
-
-    def _is_released(self):
-        return (self.folder / "released").exists()
 
     def _pids(self):
         names = [path.name for path in self.folder.iterdir()] if self.folder.exists() else []

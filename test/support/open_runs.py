@@ -235,8 +235,8 @@ def stop_at(folder, stop):
     return train(folder, stop=stop)
 
 
-def hang(how):
-    """Core 1 never ends its first step, or in lockstep never begins it."""
+def hang(how, hold):
+    """Core 1 does not end its first step, or in lockstep does not begin it, until core 0 has given up."""
     net, rank = net_of(), dist.get_rank()
     lockstep = how.startswith("lockstep")
     sampler = vbs.CustomSampler(dataset_size=64, trace=vbs.OpenSteps(1.0), minibatch_size=4, lockstep=lockstep)
@@ -244,20 +244,21 @@ def hang(how):
     optimizer = vbs.Optimizer(inner, sampler, rule="linear", ref_batchsize=8, exact=how == "exact")
     try:
         if rank == 1 and how == "lockstep, late":
-            time.sleep(4)
+            hold.here()
             return ""
-        own = [torch.zeros(4, 6)] if rank == 0 else _for_seconds(4)
+        own = [torch.zeros(4, 6)] if rank == 0 else _until_released(hold)
         for data in optimizer.minibatches(own):
             net(data).sum().backward()
             optimizer.step()
     except RuntimeError as error:
         return str(error)
+    finally:
+        hold.release()
     return ""
 
 
-def _for_seconds(number):
-    end = time.monotonic() + number
-    while time.monotonic() < end:
+def _until_released(hold):
+    while not hold.is_released():
         time.sleep(0.02)
         yield torch.zeros(4, 6)
 
