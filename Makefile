@@ -83,7 +83,7 @@ tpu: $(if $(XLA),$(FOR_ALL) .venv-tpu/.done)
 torchtpu: $(if $(XLA),.venv-torchtpu/.done)
 	$(if $(XLA),TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-torchtpu/bin/python -m pytest -m torch_tpu test/torchtpu,$(call NO_WHEEL,torch_tpu))
 
-COMPILER = variable_batch_size/planning/tpu_compiler.py
+COMPILER = variable_batch_size/experimental/tpu/tpu_compiler.py
 .venv-tpu/.done: $(COMPILER)
 	@echo "Setting up .venv-tpu, once, with jax and libtpu: about 1.2 GB."
 	$(PYTHON) -m venv .venv-tpu

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from variable_batch_size.cluster.processes import LocalPool
-from variable_batch_size.cluster.run import ClusterRun, read_state
-from variable_batch_size.planning.cluster import Hinted, Submitted, simulate_cluster
+from variable_batch_size.experimental.cluster.processes import LocalPool
+from variable_batch_size.experimental.cluster.run import ClusterRun, read_state
+from variable_batch_size.experimental.cluster.simulate import Hinted, Submitted, simulate_cluster
 from variable_batch_size.policies import Hints
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "cluster_job.py"
@@ -54,7 +54,7 @@ def run(folder: Path, policy: str, options: argparse.Namespace) -> dict[str, dic
     if options.local:
         pool: Any = LocalPool(2)
     else:
-        from variable_batch_size.integrations.ray import RayPool
+        from variable_batch_size.experimental.cluster.ray import RayPool
 
         pool = RayPool(cores=2)
     out = folder / f"out-{policy}"

@@ -11,10 +11,10 @@ import time
 import torch
 
 import variable_batch_size as vbs
-from variable_batch_size.comparison.measure import measure
-from variable_batch_size.comparison.train import Training
-from variable_batch_size.comparison.workload import load_workload
-from variable_batch_size.planning.profile import Measured
+from variable_batch_size.lab.comparison.measure import measure
+from variable_batch_size.lab.comparison.train import Training
+from variable_batch_size.lab.comparison.workload import load_workload
+from variable_batch_size.lab.planning.profile import Measured
 from variable_batch_size.policies.builtin import parse_policy
 
 POLICIES = ("64", "256", "autoscale:max_batch_size=512")

@@ -51,8 +51,8 @@ def loaded(name: str) -> tuple[Any, list[str], str]:
     """A workload, the rules for its optimizer, and the class name of that."""
     import torch
 
-    from variable_batch_size.comparison.recommend import candidates
-    from variable_batch_size.comparison.workload import load_workload
+    from variable_batch_size.experimental.recommend.recommend import candidates
+    from variable_batch_size.lab.comparison.workload import load_workload
 
     torch.set_num_threads(1)
     workload = load_workload(f"recommended_workloads:{name}", None)
@@ -71,7 +71,7 @@ def train(name: str, trace: str, rule: str, seed: int) -> dict[str, Any]:
     """One run of the full comparison."""
     import torch
 
-    from variable_batch_size.comparison.train import Training
+    from variable_batch_size.lab.comparison.train import Training
 
     began, (workload, _, _) = time.process_time(), loaded(name)
     torch.manual_seed(seed)
@@ -96,9 +96,9 @@ def train(name: str, trace: str, rule: str, seed: int) -> dict[str, Any]:
 
 def recommend(name: str, trace: str, first_seed: int, directory: str) -> dict[str, Any]:
     """The recommendation of `vbs recommend`."""
-    from variable_batch_size.comparison import recommend as module
-    from variable_batch_size.comparison.branching import InThisProcess, Legs, Source
-    from variable_batch_size.comparison.workload import source_of
+    from variable_batch_size.experimental.recommend import recommend as module
+    from variable_batch_size.experimental.recommend.branching import InThisProcess, Legs, Source
+    from variable_batch_size.lab.comparison.workload import source_of
     from variable_batch_size.traces.trace import Trace
 
     workload, rules, _ = loaded(name)
@@ -141,7 +141,7 @@ def metrics_of(name: str, trace: str, runs: Runs, seeds: Any) -> dict[str, float
 
 def row_of(name: str, trace: str, first_seed: int, every: list[int], said: dict[str, Any], runs: Runs) -> Any:
     """The recommendation beside the truth, for a pair of a workload and a trace."""
-    from variable_batch_size.comparison.recommend import EXPONENTS, arm_of, best_exponent
+    from variable_batch_size.experimental.recommend.recommend import EXPONENTS, arm_of, best_exponent
 
     (workload, rules, optimizer), seeds = loaded(name), range(first_seed, first_seed + SEEDS)
 

@@ -19,7 +19,7 @@ import experiment
 import results
 
 import variable_batch_size as vbs
-from variable_batch_size.planning.simulate import Span
+from variable_batch_size.lab.planning.simulate import Span
 from variable_batch_size.policies.autoscale import Goodput
 
 RECORDED = results.HERE / "recorded"

@@ -16,7 +16,7 @@ import pytest
 from documents import DOCUMENTS, ROOT, blocks, commands_of, name_of, output_of, run_as_scripts
 
 import variable_batch_size as vbs
-from variable_batch_size.command.main import COMMANDS, main
+from variable_batch_size.lab.command.main import main, module_of
 from variable_batch_size.optim.optimizer import Options
 
 README = ROOT / "README.md"
@@ -211,23 +211,23 @@ def test_every_file_named_in_a_document_exists(document):
 
 # pages whose first block is not Python or a command with its output, with where else it is run
 FIRST_BLOCK_RUNS_IN = {
-    "docs/clusters.md": "test/comparison/test_compare_executors.py",
-    "docs/comparing.md": "test/comparison/test_compare.py",
-    "docs/frameworks/ray.md": "test/integrations/test_ray.py",
+    "docs/clusters.md": "test/lab/comparison/test_compare_executors.py",
+    "docs/comparing.md": "test/lab/comparison/test_compare.py",
+    "docs/frameworks/ray.md": "test/test_ray_train.py",
     "docs/getting-started.md": "test/test_first_minutes.py",  # make demo
-    "docs/forecast.md": "test/planning/test_forecast.py",
+    "docs/forecast.md": "test/lab/planning/test_forecast.py",
     "docs/house.md": "test/test_documentation.py",  # the folders
     "docs/index.md": "test/test_documentation.py",  # pip; the block after it is the diff
     "docs/language-models.md": "test/test_language_model.py",
     "docs/nanogpt.md": "test/test_language_model.py",
-    "docs/recommend.md": "test/command/test_recommend_command.py",
-    "docs/simulate.md": "test/command/test_planning_simulations.py",
+    "docs/recommend.md": "test/experimental/recommend/test_command_recommend.py",
+    "docs/simulate.md": "test/lab/command/test_planning_simulations.py",
     "docs/spot.md": "test/test_documentation.py",  # the shell loop
-    "docs/tpus.md": "test/planning/test_tpu_compiler.py",  # an environment of its own
+    "docs/tpus.md": "test/experimental/tpu/test_tpu_compiler.py",  # an environment of its own
     "docs/traces.md": "test/test_documentation.py",  # the file
     "docs/tutorial.md": "test/test_tutorial.py",  # pip; then the differences
     "docs/versions.md": "test/test_release.py",  # pip
-    "docs/watch.md": "test/command/test_watch_command.py",
+    "docs/watch.md": "test/lab/command/test_watch_command.py",
 }
 
 
@@ -256,8 +256,14 @@ def test_the_file_on_the_page_about_traces_is_a_trace(tmp_path):
 
 
 def test_the_code_layout_lists_every_folder():
-    listed = re.findall(r"^  (\w+)/ ", blocks(ROOT / "docs" / "house.md", "")[0], re.MULTILINE)
-    assert sorted(listed) == sorted(path.parent.name for path in (ROOT / "variable_batch_size").glob("*/__init__.py"))
+    listed = re.findall(r"^ {2,4}(\w+)/ ", blocks(ROOT / "docs" / "house.md", "")[0], re.MULTILINE)
+    package = ROOT / "variable_batch_size"
+    folders = [
+        *package.glob("*/__init__.py"),
+        *package.glob("lab/*/__init__.py"),
+        *package.glob("experimental/*/__init__.py"),
+    ]
+    assert sorted(listed) == sorted(path.parent.name for path in folders)
 
 
 def shown_vbs_commands():
@@ -271,9 +277,8 @@ def shown_vbs_commands():
 
 @pytest.mark.parametrize("arguments", list(shown_vbs_commands()))
 def test_a_command_without_output_has_valid_options(arguments, monkeypatch):
-    module, _ = COMMANDS[arguments[0]]
-    ran = []
-    monkeypatch.setattr(f"variable_batch_size.command.{module}.run_{arguments[0]}", ran.append)
+    name, ran = arguments[0], []
+    monkeypatch.setattr(module_of(name), f"run_{name}", ran.append)
     assert main(arguments) == 0
     assert len(ran) == 1
 

@@ -9,17 +9,16 @@ import pytest
 import variable_batch_size as vbs
 from variable_batch_size.checks import check_extra, import_extra
 
-INTEGRATIONS = {  # with the extra of each
-    **{name: name for name in ("accelerate", "keras", "lightning", "transformers")},
-    "ray": "cluster",
+INTEGRATIONS = {  # the module of each, with its framework and the extra that installs it
+    **{f"integrations.{name}": (name, name) for name in ("accelerate", "keras", "lightning", "transformers")},
+    "experimental.cluster.ray": ("ray", "cluster"),
 }
 IMPORT_ALL = f"""
 import sys
-names = {tuple(INTEGRATIONS)}
-sys.modules.update(dict.fromkeys(names))
-for name in names:
+sys.modules.update(dict.fromkeys({[framework for framework, _ in INTEGRATIONS.values()]}))
+for name in {tuple(INTEGRATIONS)}:
     try:
-        __import__(f"variable_batch_size.integrations.{{name}}")
+        __import__(f"variable_batch_size.{{name}}")
     except ImportError as error:
         print(error)
 """
@@ -32,7 +31,7 @@ def how(extra):
 def test_an_integration_names_its_missing_framework_and_the_extra():
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        f"variable_batch_size.integrations.{name} needs {name}: {how(extra)}" for name, extra in INTEGRATIONS.items()
+        f"variable_batch_size.{name} needs {needed}: {how(extra)}" for name, (needed, extra) in INTEGRATIONS.items()
     ]
 
 

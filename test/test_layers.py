@@ -15,26 +15,41 @@ import variable_batch_size
 PACKAGE = Path(variable_batch_size.__file__).parent
 
 # the folders that each folder may import; the files next to the folders (FOR_ALL) may be used by all
-FOR_ALL = {"checks", "files", "urls", "version"}
+FOR_ALL = {"checks", "files", "plugins", "urls", "version"}
 LAYERS = {
     "rules": set(),
     "policies": set(),
     "traces": set(),
     "schedules": {"traces", "policies"},
-    "planning": {"rules", "traces", "policies", "schedules"},
     "cores": set(),
     "data": {"cores", "traces", "policies", "schedules"},
     "optim": {"cores", "rules", "policies", "schedules", "data"},
     "runs": {"cores", "traces", "policies", "schedules", "data", "optim"},
-    "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "data", "optim", "runs"},
-    "cluster": {"policies", "planning"},
-    "integrations": {"cores", "traces", "policies", "schedules", "data", "optim", "runs", "cluster"},
-    "watch": {"runs"},
-    "command": {"traces", "policies", "schedules", "planning", "comparison", "watch", "cluster", "integrations"},
+    "integrations": {"cores", "traces", "policies", "schedules", "data", "optim", "runs"},
 }
+# what is not of the library: it does not import them
+LAYERS |= {
+    "lab/planning": {"rules", "traces", "policies", "schedules"},
+    "lab/comparison": {*LAYERS["runs"], "rules", "runs", "lab/planning"},
+    "lab/watch": {"runs"},
+    "lab/command": {"traces", "policies", "schedules", "lab/planning", "lab/comparison", "lab/watch"},
+    "experimental/cluster": {"policies", "lab/planning", "lab/command"},
+    "experimental/recommend": {
+        "traces",
+        "schedules",
+        "rules",
+        "optim",
+        "lab/planning",
+        "lab/comparison",
+        "lab/command",
+    },
+    "experimental/tpu": {"cores", "optim", "lab/planning", "lab/comparison", "lab/command"},
+}
+TIERS = ("lab", "experimental")
 FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers", "keras", "ray", "deepspeed"}
 NAMED = {"optim/wrappers.py": {"accelerate", "deepspeed"}}  # classes that it finds or refuses, and does not import
-WITHOUT_TORCH = {"rules", "policies", "traces", "schedules", "planning", "watch", "cluster", "command", *FOR_ALL}
+WITHOUT_TORCH = {"rules", "policies", "traces", "schedules", "lab/planning", "lab/watch", "lab/command", *FOR_ALL}
+WITHOUT_TORCH |= {"experimental/cluster"}
 
 MODULES = sorted(
     path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.stem not in ("__init__", "__main__")
@@ -43,7 +58,12 @@ by_module = pytest.mark.parametrize("module", MODULES, ids=str)
 
 
 def room_of(module):
-    return module.parts[0].removesuffix(".py")
+    return room_in(module.with_suffix("").parts)
+
+
+def room_in(parts):
+    """The folder of a module; in the lab and in what is experimental, the folder within."""
+    return "/".join(parts[: 1 + (parts[0] in TIERS)])
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -93,7 +113,7 @@ def own_imports_of(module):
     source = source_of(module)
     found = [name.split(".")[1:] for name in source.imports if name.startswith("variable_batch_size.")]
     texts = [text.split(".")[1:] for text in source.texts if text.startswith("variable_batch_size.")]
-    return [*found, *(parts for parts in texts if parts[0] in LAYERS)]  # for import_module
+    return [*found, *(parts for parts in texts if room_in(parts) in LAYERS)]  # for import_module
 
 
 def test_the_table_names_every_folder():
@@ -102,8 +122,15 @@ def test_the_table_names_every_folder():
 
 @pytest.mark.parametrize("folder", LAYERS)
 def test_folders_import_only_what_the_table_allows(folder):
-    found = {parts[0] for module in MODULES if room_of(module) == folder for parts in own_imports_of(module)}
+    found = {room_in(parts) for module in MODULES if room_of(module) == folder for parts in own_imports_of(module)}
     assert found - FOR_ALL - {folder} == LAYERS[folder]
+
+
+def test_the_library_imports_neither_the_lab_nor_what_is_experimental():
+    for folder, others in LAYERS.items():
+        tier = folder.partition("/")[0]
+        above = {"lab": {"experimental"}, "experimental": {"experimental"}}.get(tier, set(TIERS))
+        assert not above & {other.partition("/")[0] for other in others}, folder
 
 
 def test_table_has_no_cycle():
@@ -139,7 +166,7 @@ def test_common_files_and_pure_folders_do_not_import_torch(module):
 
 @by_module
 def test_frameworks_are_imported_only_by_their_integration(module):
-    if room_of(module) != "integrations":
+    if room_of(module) != "integrations" and module.as_posix() != "experimental/cluster/ray.py":
         assert not {name.split(".")[0] for name in source_of(module).imports} & FRAMEWORKS
         named = {text.split(".")[0] for text in source_of(module).texts}
         assert named & FRAMEWORKS == NAMED.get(module.as_posix(), set())
@@ -223,7 +250,7 @@ def test_no_short_module_has_a_single_importer():
 
 
 TESTS = Path(__file__).parent
-MIRRORED = sorted(path for folder in LAYERS for path in (TESTS / folder).rglob("test_*.py"))
+MIRRORED = sorted({path for folder in LAYERS for path in (TESTS / folder).rglob("test_*.py")})
 
 
 @pytest.mark.parametrize("test", MIRRORED, ids=lambda path: path.relative_to(TESTS).as_posix())

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import IterableDataset, TensorDataset
 
 import variable_batch_size as vbs
-from variable_batch_size.command.main import main
+from variable_batch_size.lab.command.main import main
 from variable_batch_size.policies.builtin import make_policy
 
 DATA = TensorDataset(torch.linspace(-1, 1, 96 * 4).view(96, 4), torch.arange(96) % 3)

@@ -59,7 +59,7 @@ TABLE = {
         *("_XLAC", "_get_xla_op_sharding", "_xla_mark_sharding"),  # to shard a buffer like its parameter
         *("_internal", "_run_thread_per_device"),  # to run some of the cores of a host
     },
-    "planning/tpu_compiler.py": {"_jax", "_src"},  # the versions of jax and libtpu are in that file
+    "experimental/tpu/tpu_compiler.py": {"_jax", "_src"},  # the versions of jax and libtpu are in that file
     "integrations/accelerate.py": {
         "_is_accelerate_prepared",
         "_optimizers",  # FSDP2 needs an optimizer that is prepared, which this library then takes back

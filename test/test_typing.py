@@ -186,7 +186,7 @@ def test_the_package_has_no_type_error(checked):
 
 def test_the_wheel_has_every_public_name(python, tmp_path):
     code = "import variable_batch_size as vbs; print(vbs.__file__); from variable_batch_size import *\n"
-    code += "from importlib.resources import files; (files('variable_batch_size.watch') / 'page.js').read_text()\n"
+    code += "from importlib.resources import files; (files('variable_batch_size.lab.watch') / 'page.js').read_text()\n"
     code += "assert vbs.Trace.of('zoo:smith-cifar10')[0] == 128"
     done = run([python, "-W", "error", "-c", code], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

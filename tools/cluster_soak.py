@@ -20,8 +20,8 @@ import cluster_job
 import torch
 
 import variable_batch_size as vbs
-from variable_batch_size.cluster.processes import LocalPool
-from variable_batch_size.cluster.run import ClusterRun
+from variable_batch_size.experimental.cluster.processes import LocalPool
+from variable_batch_size.experimental.cluster.run import ClusterRun
 
 SCRIPT = Path(cluster_job.__file__)
 NAMES = ("a", "b", "c")
@@ -79,7 +79,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         if options.ray:
-            from variable_batch_size.integrations.ray import RayPool
+            from variable_batch_size.experimental.cluster.ray import RayPool
 
             pool: Any = RayPool(cores=2)
         else:

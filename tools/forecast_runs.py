@@ -1,6 +1,6 @@
 """Record the runs with which forecasts are tested: digits, trained to the end, with simulated times.
 
-python tools/forecast_runs.py --out test/planning/forecast_runs
+python tools/forecast_runs.py --out test/lab/planning/forecast_runs
 
 The gradients, the noise and the decisions are real. The clock is not, so that it does not depend on the machine: a
 minibatch takes 20 ms and an update 15 ms more, both with lognormal noise of 10 %, and each 100th step half a second, as

@@ -1,10 +1,8 @@
 """The public names, each with its home; ``__init__.py`` loads them when they are first used."""
 
-from . import planning as planning
 from . import policies as policies
 from . import rules as rules
 from . import traces as traces
-from .comparison.workload import Workload as Workload
 from .cores.devices import device as device
 from .cores.launch import launch as launch
 from .cores.signals import EXIT_STOPPED as EXIT_STOPPED
@@ -15,6 +13,8 @@ from .data.sampler import CustomSampler as CustomSampler
 from .data.sampler import DataLoader as DataLoader
 from .data.stream import Stream as Stream
 from .data.token_budget import TokenBudget as TokenBudget
+from .lab import planning as planning
+from .lab.comparison.workload import Workload as Workload
 from .optim.buffers import share_buffers as share_buffers
 from .optim.optimizer import CustomOptimizer as CustomOptimizer
 from .optim.rule_optimizers import AdamRuleOptimizer as AdamRuleOptimizer

@@ -21,9 +21,9 @@ from torch.nn.functional import l1_loss, mse_loss
 from torch.utils.data import Dataset, TensorDataset
 
 import variable_batch_size as vbs
-from variable_batch_size.command.main import main
-from variable_batch_size.comparison import compare
-from variable_batch_size.comparison.experiment import Results, Run
+from variable_batch_size.lab.command.main import main
+from variable_batch_size.lab.comparison import compare
+from variable_batch_size.lab.comparison.experiment import Results, Run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -100,7 +100,10 @@ def fork_vbs_compare(*options, folder=HERE, is_in_background=False, hold=None, a
 
 def _main_of_a_fork(arguments, hold, after):
     warnings.simplefilter("error")
-    with forked_runs(), nullcontext() if hold is None else _held(hold, after, Path(arguments[arguments.index("--out") + 1])):
+    with (
+        forked_runs(),
+        nullcontext() if hold is None else _held(hold, after, Path(arguments[arguments.index("--out") + 1])),
+    ):
         sys.exit(main(arguments))
 
 

@@ -8,7 +8,11 @@ HERE = Path(__file__).parents[1]
 # clusters of Ray at once take several times as long
 TOGETHER = {
     **dict.fromkeys(
-        ["integrations/test_ray.py", "integrations/test_ray_pool.py", "comparison/test_compare_executors.py"],
+        [
+            "test_ray_train.py",
+            "experimental/cluster/test_ray_pool.py",
+            "lab/comparison/test_compare_executors.py",
+        ],
         "Ray",
     ),
     **dict.fromkeys(
@@ -38,7 +42,7 @@ TOGETHER = {
             "optim/gradients/test_fixed_point.py",
             "optim/gradients/test_fixed_point_traced.py",
             "optim/gradients/test_accumulator_over_cores.py",
-            "comparison/test_train.py",
+            "lab/comparison/test_train.py",
         ],
         "more of XLA",
     ),
@@ -47,17 +51,17 @@ TOGETHER = {
 # slow files, which a worker must not start last, because the others would wait for it; those that wait most are first,
 # while others compute
 LONGEST = [
-    "integrations/test_ray.py",
+    "test_ray_train.py",
     "promises/test_what_was_decided_can_be_replayed.py",
     "promises/test_same_result_on_any_number_of_cores.py",
     "promises/test_killed_runs_resume.py",
-    "comparison/test_report_page_in_a_browser.py",
+    "lab/comparison/test_report_page_in_a_browser.py",
     "data/test_stream.py",
     "test_docs_site.py",
     "test_first_minutes.py",
     "test_documentation.py",
     "test_typing.py",
-    "comparison/test_compare.py",
+    "lab/comparison/test_compare.py",
     "promises/test_stopped_at_random.py",
     "integrations/test_transformers.py",
     "runs/test_checkpoint_forked_runs.py",
@@ -70,7 +74,7 @@ LONGEST = [
     "promises/test_two_optimizers_train_as_by_hand.py",
     "data/test_stream_state.py",
     "schedules/test_permutation.py",
-    "planning/test_profile_recorded.py",
+    "lab/planning/test_profile_recorded.py",
     "test_reproduce.py",
     "runs/test_sharded_state.py",
     "promises/test_same_bits_on_any_number_of_cores.py",

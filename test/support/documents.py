@@ -15,7 +15,7 @@ from pathlib import Path
 import forked
 from xla_launcher import QUICKLY
 
-from variable_batch_size.command.main import main
+from variable_batch_size.lab.command.main import main
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

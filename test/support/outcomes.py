@@ -3,8 +3,8 @@
 import dataclasses
 import json
 
-from variable_batch_size.comparison.experiment import REFERENCE, Outcome, Results, Run, Settings
-from variable_batch_size.comparison.verdict import Arm
+from variable_batch_size.lab.comparison.experiment import REFERENCE, Outcome, Results, Run, Settings
+from variable_batch_size.lab.comparison.verdict import Arm
 from variable_batch_size.traces.trace import Trace
 
 SETTINGS = Settings(

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import variable_batch_size as vbs
 
 sys.path.append(str(Path(__file__).parent))  # of workers, too
-from held import Hold  # noqa: E402
+from held import Hold
 
 HOLD = "HOLD_SECOND_SEED"  # an environment variable: the folder of a hold for all runs of the second seed
 

@@ -13,9 +13,9 @@ import weighted_scenarios
 from sharded_models import Normed
 
 import variable_batch_size as vbs
-from variable_batch_size.comparison.programs import ended_after, stand_for
 from variable_batch_size.cores import launch, xla
-from variable_batch_size.planning import tpu_compiler
+from variable_batch_size.experimental.tpu import tpu_compiler
+from variable_batch_size.experimental.tpu.programs import ended_after, stand_for
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import language_model

@@ -1,0 +1,1 @@
+"""``vbs recommend``: a rule for a trace, from short branches of one training."""

@@ -1,0 +1,1 @@
+"""``vbs tpu``: what the TPU compiler says about a training, on a machine without a TPU."""

@@ -1,0 +1,3 @@
+"""The public name of the lab."""
+
+from . import planning as planning
