@@ -311,29 +311,5 @@ def test_a_page_with_code_begins_with_how_to_install_what_it_needs(page):
             assert not extras or extras & named, f"{package} is in the extras {extras}"
 
 
-# words of a page; a reader looks for one task, not for a chapter
-MOST_WORDS = 1500
-LONGER_PAGES = {
-    "docs/reproduced.md": "one table for each published result, looked up from a list at its top",
-    "docs/benchmarks.md": "bench/README.md: one table for each measurement",
-    "docs/changes.md": "CHANGELOG.md",
-    "docs/tested.md": "one row for each promise",
-}
-
-
-def text_of(page):
-    """The text of a page, with the files that it includes."""
-    text = page.read_text(encoding="utf-8")
-    return re.sub(
-        r'^--8<-- "(.+)"$', lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), text, flags=re.MULTILINE
-    )
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_page_is_short_unless_it_is_a_record_to_look_things_up(page):
-    words = len(text_of(page).split())
-    assert (words > MOST_WORDS) == (name_of(page) in LONGER_PAGES), f"{words} words: cut the page by task"
-
-
 def test_the_citation_has_the_version():
     assert f"\nversion: {vbs.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Hold: a process waits at a moment of its work until it is killed or released; polling for the moment could miss it."""
+"""Hold: a process waits at a moment of its work until it is killed or released; polling could miss the moment."""
 
 import os
 import sys
@@ -53,7 +53,7 @@ class Hold:
     # ----------------------------------------------------------------------------------------------------- in the test
 
     def wait(self, problem=lambda: None, *, number=1):
-        """Wait until a number of processes are held; returns their ids. `problem` returns why none can come any more."""
+        """Wait until N processes are held; returns their ids. `problem` returns why none can come any more."""
         end = time.monotonic() + MOST_SECONDS
         while len(pids := self._pids()) < number:
             # looked at again, as the last one may have come meanwhile

@@ -94,7 +94,7 @@ def hold(tmp_path, monkeypatch):
 
 
 def started(options, hold):
-    """A comparison in a forked process, which leads a session of its own, when it has done a run and another is held."""
+    """A comparison in a forked process that leads its own session, when it has done a run and another is held."""
     running = forked.Program(lead_session, options, folder=comparisons.HERE)
     wait_for_runs(1, running, folder_of(options))
     hold.wait(lambda: None if running.poll() is None else running.finish())
