@@ -22,11 +22,11 @@ class Hold:
 
     # -------------------------------------------------------------------------------------------------- in the process
 
-    def here(self):
-        """Wait until this process is killed or the hold is released."""
+    def here(self, until=lambda: False):
+        """Wait until this process is killed, the hold is released, or the condition is true."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / str(os.getpid())).touch()
-        while not self.is_released():
+        while not self.is_released() and not until():
             time.sleep(PAUSE)
 
     def is_released(self):

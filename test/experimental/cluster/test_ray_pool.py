@@ -1,5 +1,6 @@
 """A pool of Ray nodes: a job over two nodes, a killed worker, a node that leaves; and goodput for Ray Tune."""
 
+import json
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ import pytest
 import ray
 import torch
 from documents import ROOT
+from held import Hold
 from ray_cluster import ray_cluster
 from torch.testing import assert_close
 
@@ -71,7 +73,9 @@ def test_trials_of_tune_share_cores_by_goodput(monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # of Ray and its dependencies
 def test_a_job_over_two_nodes_survives_a_killed_worker_and_a_node_that_leaves(cluster, tmp_path):
     text = f'[pool]\ninterval_seconds = 5\n[[job]]\nname = "a"\nscript = "{SCRIPT}"\ncheckpoint = "a"\n'
-    text += 'args = ["--checkpoint", "{checkpoint}", "--pause", "0.02", "--progress", "60"]\n'
+    hold = Hold(tmp_path / "hold")  # so that the job does not end before the node leaves
+    options = ["--checkpoint", "{checkpoint}", "--pause", "0.02", "--progress", "200", "--hold", str(hold.folder)]
+    text += f"args = {json.dumps(options)}\n"
     (tmp_path / "jobs.toml").write_text(text)
     pool = RayPool()
     run = ClusterRun(tmp_path / "jobs.toml", pool, tmp_path / "out")
@@ -87,6 +91,7 @@ def test_a_job_over_two_nodes_survives_a_killed_worker_and_a_node_that_leaves(cl
                 os.kill(job.group.worker_pids()[0], signal.SIGKILL)
             elif step == "leave":
                 cluster.remove_node(cluster.second_node, allow_graceful=False)
+                hold.release()
         time.sleep(0.1)
     assert job.state == "done" and job.kills >= 2
     assert sizes[0] == 2 and sizes[-1] == 1

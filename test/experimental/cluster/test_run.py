@@ -4,13 +4,17 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
 import forked
 import fsspec
+import psutil
 import pytest
+import starting_job
 import torch
+from held import Hold
 
 import variable_batch_size as vbs
 from variable_batch_size.experimental.cluster import processes
@@ -143,8 +147,8 @@ def test_no_core_has_two_jobs_while_one_stops(made, tmp_path):
     assert [job.cores for job in run.jobs] == [1, 1]
 
 
-def test_failures_are_repeated_after_a_while_and_then_given_up(made):
-    run, tick = made("failures = 2\nbackoff_seconds = 4", ("a", ""))
+def test_a_job_is_started_again_after_a_while_and_given_up_at_its_third_failure(made):
+    run, tick = made("failures = 3\nbackoff_seconds = 4", ("a", ""))
     (job,) = run.jobs
     tick()
     for number, wait in ((1, 4.0), (2, 8.0)):
@@ -161,16 +165,47 @@ def test_failures_are_repeated_after_a_while_and_then_given_up(made):
     assert "exit codes 1" in (run.out / "logs" / "a.log").read_text()
 
 
-def test_failures_with_a_new_checkpoint_between_them_do_not_add_up(made, tmp_path):
-    run, tick = made("failures = 1\nbackoff_seconds = 1", ("a", ""))
+@pytest.mark.parametrize(("code", "most"), [(1, 1), (-9, 10)])
+def test_failures_with_a_new_checkpoint_between_them_do_not_add_up(made, tmp_path, code, most):
+    run, tick = made("failures = 2\nbackoff_seconds = 1", ("a", ""))
     (tmp_path / "a").mkdir()
-    for number in range(5):
+    for number in range(3 * most):
         tick(2.0)
-        tick(2.0)
-        (tmp_path / "a" / f"step-{number}").touch()
-        run.pool.started[-1].codes = (-9,)
+        assert run.jobs[0].state == "running"
+        if number % most == 0:
+            (tmp_path / "a" / f"step-{number:02}").touch()
+        run.pool.started[-1].codes = (code,)
         tick()
-        assert run.jobs[0].state in ("waiting", "running") and run.jobs[0].kills == number + 1
+    assert run.jobs[0].starts == 3 * most + (code == -9)  # a killed job is started again at once
+
+
+def end_with(code, run, tick):
+    """Wait until the job is running, and let it end."""
+    while run.jobs[0].state != "running":
+        assert run.jobs[0].state != "failed"
+        tick(1.0)
+    run.pool.started[-1].codes = (code,)
+    tick()
+
+
+def test_kills_are_counted_apart_from_errors(made):
+    run, tick = made("failures = 2\nbackoff_seconds = 1", ("a", ""))
+    (job,) = run.jobs
+    for code in (-9,) * 5 + (1,) + (-9,) * 5:  # a spot machine, before the first checkpoint
+        end_with(code, run, tick)
+    assert job.state == "running" and (job.failures, job.kills) == (1, 10)
+    end_with(1, run, tick)
+    assert job.state == "failed" and job.problem == "exit codes 1"
+
+
+def test_a_job_that_is_always_killed_is_given_up_at_ten_times_as_many_kills_as_errors(made):
+    run, tick = made("failures = 2", ("a", ""))
+    tick()
+    for _ in range(19):
+        end_with(-9, run, tick)
+    assert run.jobs[0].state == "running"
+    end_with(-9, run, tick)
+    assert run.jobs[0].state == "failed" and run.jobs[0].starts == 20
 
 
 def test_a_killed_worker_is_no_failure_of_the_others_which_end_with_an_error(made):
@@ -217,7 +252,7 @@ def test_a_job_that_ends_as_if_it_was_stopped_but_was_not_is_given_up_in_the_end
         tick()
         if run.jobs[0].group is not None:
             run.pool.started[-1].codes = (75,)
-    assert run.jobs[0].state == "failed" and run.jobs[0].starts == 11
+    assert run.jobs[0].state == "failed" and run.jobs[0].starts == 10
 
 
 def test_a_job_whose_hints_require_more_cores_than_there_are_waits_and_shows_why(made, tmp_path):
@@ -380,12 +415,62 @@ def test_processes_end_with_the_code_of_the_first_that_fails_and_have_ranks_of_t
     group.kill()
 
 
+def start_one_that_starts_another(folder, on_sigterm, how):
+    """A job with one process, and the other one that this has started."""
+    command = Command([starting_job.__file__, str(folder), on_sigterm, how], str(folder))
+    group = LocalPool(1).start(command, {"local": 1})
+    (other,) = Hold(folder / "hold").wait()
+    return group, other
+
+
+def has_ended(pid):
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # and its new parent has not looked yet
+    return True
+
+
+@pytest.mark.parametrize(("how", "code"), [("ends", 0), ("fails", 1), ("killed", -9), ("runs", None)])
+def test_what_a_job_has_started_ends_with_it_by_sigterm(tmp_path, monkeypatch, how, code):
+    monkeypatch.setattr(processes, "SECONDS_TO_END", 60.0)
+    group, other = start_one_that_starts_another(tmp_path, "notes", how)
+    while code is not None and (polled := group.poll()).codes is None:
+        time.sleep(0.01)
+    assert code is None or polled.codes == (code,)
+    group.kill()
+    assert has_ended(other) and (tmp_path / "note").exists()
+
+
+def test_what_a_job_has_started_is_killed_if_sigterm_does_not_end_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "SECONDS_TO_END", 0.5)
+    group, other = start_one_that_starts_another(tmp_path, "ignores", "runs")
+    group.kill()
+    wait_for_end(other)
+
+
+def test_what_a_job_has_started_ends_with_a_pool_that_is_killed(tmp_path):
+    def run():
+        start_one_that_starts_another(tmp_path, "notes", "runs")
+        time.sleep(600)
+
+    pool = forked.Leader(run, environment={})
+    (other,) = Hold(tmp_path / "hold").wait(pool.poll)
+    pool.send_signal(signal.SIGKILL)
+    wait_for_end(other)
+    assert (tmp_path / "note").exists()
+
+
+def wait_for_end(pid):
+    end = time.monotonic() + 600
+    while not has_ended(pid):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 class Forked(forked.Leader):
     """A process of a job that is forked where `LocalPool` would start an interpreter, which has torch to import."""
 
-    def __init__(self, command, *, cwd, env, stdin, stdout, stderr):
-        _, _, wrapper, _, script, *arguments = command
-        assert wrapper == processes._WRAPPER
+    def __init__(self, command, *, cwd, env, stdin, stdout, stderr, start_new_session):
+        _, _, _, _, script, *arguments = command
         super().__init__(_in_folder, cwd, script, *arguments, environment=env, output=stdout.fileno())
 
     def kill(self):
@@ -397,30 +482,36 @@ def _in_folder(folder, script, *arguments):
     forked.run_script_here(script, *arguments)
 
 
+def start_or_fork(command, start=processes.subprocess.Popen, **options):
+    return (Forked if processes._WRAPPER in command else start)(command, **options)
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """A job that is killed, stopped with its pool and resumed by another one; and one that always fails."""
-    with patch.object(processes.subprocess, "Popen", Forked):
+    with patch.object(processes.subprocess, "Popen", start_or_fork):
         return run_until_the_end(tmp_path_factory.mktemp("pool"))
 
 
 def run_until_the_end(folder):
     hopeless = folder / "hopeless.py"
     hopeless.write_text("import sys\nsys.exit('it fails on purpose')\n")
-    settings = "interval_seconds = 2\nfailures = 1\nbackoff_seconds = 0.1"
-    path = written(
-        folder, settings, ("a", "max_cores = 1\n" + args("--pause", "0.02", "--progress", "200")), ("hopeless", "")
-    )
+    settings = "interval_seconds = 2\nfailures = 2\nbackoff_seconds = 0.1"
+    hold = Hold(folder / "hold")  # so that the job does not end before it is killed or stopped
+    options = args("--pause", "0.02", "--progress", "200", "--hold", str(hold.folder))
+    path = written(folder, settings, ("a", f"max_cores = 1\n{options}"), ("hopeless", ""))
     path.write_text(path.read_text().replace(str(SCRIPT), str(hopeless)).replace(str(hopeless), str(SCRIPT), 1))
     run = ClusterRun(path, LocalPool(2), folder / "out")
     job, was_killed = run.jobs[0], False
     while not (was_killed and job.state == "running" and job.newest() != job.mark):
         run.tick()
+        assert job.state not in ("done", "failed"), job.problem
         if not was_killed and job.state == "running" and job.newest():
             os.kill(job.group.pids()[0], signal.SIGKILL)
             was_killed = True
         time.sleep(0.05)
     run.stop()
+    hold.release()
     stopped = run.state()["jobs"]
     again = ClusterRun(path, LocalPool(2), folder / "out")
     return folder, stopped, again.run(), read_state(folder / "out")["jobs"]

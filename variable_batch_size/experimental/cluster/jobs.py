@@ -50,7 +50,7 @@ class PoolSpec:
     power: float = -1.0  # the exponent of the speed-ups
     interval_seconds: float = 30.0  # between decisions; a job that arrives or ends causes one too
     horizon_seconds: float = 600.0  # within which a restart must pay off
-    failures: int = 3  # in a row, without a new checkpoint, after which a job is given up
+    failures: int = 3  # errors in a row, without a new checkpoint, after which a job is given up; of kills, ten times
     backoff_seconds: float = 2.0  # after the first failure, then twice as long each time
     price_per_core_hour: float | None = None  # with `worth_per_core_hour`, suggests the size of the pool
     worth_per_core_hour: float | None = None  # the worth of what a job does in an hour on one core

@@ -24,6 +24,30 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
+# ends the process groups that it has read, one in a line, after an empty line or when its parent has died
+_GUARD = """
+import os, signal, sys, time
+
+def send(number):
+    found = []
+    for group in groups:
+        try:
+            os.killpg(group, number)
+            found.append(group)
+        except OSError:
+            pass
+    return found
+
+groups = []
+while line := sys.stdin.readline().strip():
+    groups.append(int(line))
+for number in (signal.SIGTERM, signal.SIGKILL):
+    groups, end = send(number), time.monotonic() + float(sys.argv[1])
+    while groups and time.monotonic() < end:
+        time.sleep(0.01)
+        groups = send(0)
+"""
+SECONDS_TO_END = 5.0  # between SIGTERM and SIGKILL, for what the processes of a job have started
 
 
 class Command(NamedTuple):
@@ -43,10 +67,15 @@ class Polled(NamedTuple):
 
 
 class Processes:
-    """The processes of a job on one node. When one ends with an error, the others are killed."""
+    """The processes of a job on one node. When one ends with an error, the others are killed.
+
+    Each leads a session and process group of its own. What they have started ends with them: another process, which
+    survives this one, ends all groups.
+    """
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._guard: subprocess.Popen[bytes] | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._read = 0
 
@@ -57,6 +86,9 @@ class Processes:
 
     def start(self, command: Command, *, cores: int, first_rank: int, world_size: int, host: str, port: int) -> None:
         """Start a process for each core of this node; ``vbs.launch`` in the script then joins them."""
+        guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(SECONDS_TO_END)]
+        self._guard = subprocess.Popen(guard, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+        assert self._guard.stdin is not None
         for local_rank in range(cores):
             variables = {
                 "RANK": str(first_rank + local_rank),
@@ -75,11 +107,13 @@ class Processes:
                     stdin=subprocess.DEVNULL,
                     stdout=self._output,
                     stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
             )
+            self._guard.stdin.write(f"{self._processes[-1].pid}\n".encode())
 
     def poll(self) -> Polled:
-        codes = [code for process in self._processes if (code := process.poll()) is not None]
+        codes = [code for process in self._processes if (code := _exit_code(process)) is not None]
         # a core that was stopped waits for the others, which end too; after an error they would wait for ever
         has_failed = any(code not in (0, STOPPED) for code in codes)
         if has_failed:
@@ -91,23 +125,38 @@ class Processes:
 
     def stop(self) -> None:
         """Ask all processes to save and exit."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill all processes. `poll` must not be called afterwards."""
+        """Kill all processes, and end what they have started. `poll` must not be called afterwards."""
         self._end_all()
         self._output.close()
 
     def _end_all(self) -> None:
         for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
+        if self._guard is not None:
+            self._guard.communicate(b"\n")
+            self._guard = None
 
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process.poll() is None]
+        return [process.pid for process in self._processes if _exit_code(process) is None]
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit code of a process if it has ended. Its number then still names its group, which others might get."""
+    if not hasattr(os, "waitid"):  # on macOS before Python 3.13
+        return process.poll()
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the code was collected when all were ended
+        return process.poll()
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 class Group(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 
 from variable_batch_size.checks import imported_extra
 from variable_batch_size.experimental.cluster.allocation import Job, allocate
-from variable_batch_size.experimental.cluster.processes import STOPPED, Command, Polled, Processes
+from variable_batch_size.experimental.cluster.processes import SECONDS_TO_END, STOPPED, Command, Polled, Processes
 from variable_batch_size.policies.hints import Hints
 
 with imported_extra("ray", f"{__name__} needs ray", "cluster"):
@@ -90,6 +90,9 @@ class RayGroup:
             actor.stop.remote()
 
     def kill(self) -> None:
+        if self._has_answered:  # all have started their processes
+            ended = [actor.kill.remote() for actor in self._actors]
+            ray.wait(ended, num_returns=len(ended), timeout=3 * SECONDS_TO_END)
         for actor in self._actors:
             ray.kill(actor)  # its processes end with it
 

@@ -2,7 +2,7 @@
 
 To resize a job, a signal makes it save and exit (exit code 75), and it is started again on its new cores, from its
 checkpoint. A job that fails is started again after a while, and is given up when it fails repeatedly without a new
-checkpoint.
+checkpoint. Kills are counted apart from errors: most are the fault of a machine, and a job may have many more of them.
 """
 
 import logging
@@ -37,7 +37,7 @@ _SIGTERM = -15  # the exit code if the script does not handle the signal yet
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_STOP = 120.0
 _MOST_SHOWN = 100
-_KILLS_OF_A_FAILURE = 10  # times as many as errors: most kills are the fault of a machine, not of a script
+_KILLS_OF_A_FAILURE = 10  # times as many kills as errors, after which a job is given up
 _RESTART_SECONDS = 10.0  # until it is measured
 
 
@@ -52,9 +52,10 @@ class Managed:
     ended: float | None = None
     not_before: float = 0.0  # of the next start, after a failure
     stop_by: float = 0.0
-    failures: int = 0  # in a row
+    failures: int = 0  # errors in a row, without a new checkpoint
     starts: int = 0
     kills: int = 0  # ends by a signal, or with a lost worker
+    kills_in_a_row: int = 0  # likewise, without those while it was asked to stop
     why: str = ""  # the reason for its cores
     problem: str = ""  # the latest
     hints: Hints | None = None
@@ -316,10 +317,12 @@ class ClusterRun:
         found = "its worker was lost" if polled.is_lost else f"exit codes {', '.join(map(str, codes))}"
         job.problem = problem or found
         if job.newest() != job.mark:
-            job.failures = 0
-        job.failures += not (is_killed and was_stopping)
+            job.failures = job.kills_in_a_row = 0
+        job.failures += not is_killed
+        job.kills_in_a_row += is_killed and not was_stopping
         self._log(job, f"--- {job.problem}\n".encode())
-        if job.failures > self.spec.failures * (_KILLS_OF_A_FAILURE if is_killed else 1):
+        most = self.spec.failures
+        if job.failures >= most or job.kills_in_a_row >= _KILLS_OF_A_FAILURE * most:
             job.state, job.ended = FAILED, self.now
             logger.warning("job %s is given up: %s, see %s", job.spec.name, job.problem, self._log_of(job))
             return
