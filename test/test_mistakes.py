@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset, WeightedRandomSampler
 
 import variable_batch_size as vbs
 from variable_batch_size.lab.command.main import main
@@ -235,6 +235,14 @@ MISTAKES = {
     "a sampler of such data": (
         lambda: vbs.CustomSampler(Endless(), 16, minibatch_size=8),
         "got Endless: use vbs.Stream for data without one",
+    ),
+    "a loader as data set": (
+        lambda: vbs.DataLoader(torch.utils.data.DataLoader(DATA, batch_size=2), 16, minibatch_size=8),
+        "got DataLoader, whose samples and order would be ignored: pass the data set that it reads, or use vbs.Stream",
+    ),
+    "a sampler as data set": (
+        lambda: vbs.CustomSampler(WeightedRandomSampler([1.0] * 96, 96), 16, minibatch_size=8),
+        "`dataset` must be a data set, got WeightedRandomSampler, whose samples and order would be ignored",
     ),
     "batch_size of a loader": (
         lambda: loader(batch_size=8),

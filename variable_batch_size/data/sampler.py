@@ -389,6 +389,10 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             raise ValueError("`trace` must be given: a path, stages such as '0:64 20:128', batch sizes or a policy")
         if (dataset is None) == (dataset_size is None):
             raise ValueError(f"pass either `dataset` or `dataset_size`, got {'neither' if dataset is None else 'both'}")
+        if isinstance(dataset, (torch.utils.data.DataLoader, Sampler)):
+            found = f"{type(dataset).__name__}, whose samples and order would be ignored"
+            advice = "pass the data set that it reads, or use vbs.Stream to keep an order of your own"
+            raise ValueError(f"`dataset` must be a data set, got {found}: {advice}")
         given: Any = dataset_size if dataset is None else dataset
         if dataset is not None and not isinstance(dataset, Sized) and not is_integer(dataset):
             _refuse_without_length(dataset)
@@ -596,7 +600,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         dataset: a data set with a length.
         trace: the batch size of every step.
         minibatch_size: samples that one core runs at once.
-        options: of torch's DataLoader, such as `num_workers`, `collate_fn` and `pin_memory`.
+        options: of torch's DataLoader, such as `num_workers`, `collate_fn` and `pin_memory`. A `generator` only seeds
+            its workers; `seed` selects the order.
     """
 
     def __init__(
