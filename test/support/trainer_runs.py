@@ -154,6 +154,15 @@ def check_history(history, records):
         assert_close([logs[name] for logs in history], [record[own] for record in records], rtol=1e-4, atol=1e-6)
 
 
+class GathersMetrics(VariableBatchTrainer):
+    """A trainer that communicates in each minibatch, as those of trl do."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        assert len(self.accelerator.gather(loss.detach()[None])) == self.args.world_size
+        return loss
+
+
 class StopAfter(TrainerCallback):
     """Ends training after some steps, as if the process had been killed."""
 
@@ -201,5 +210,5 @@ def in_shards(folder):
 
 def all_runs(folder):
     """The results of one of several processes: a complete run with the linear rule, and resumed ones with AdaScale."""
-    runs = {"linear": by_trainer(folder / "linear", "linear")}
+    runs = {"linear": by_trainer(folder / "linear", "linear", kind=GathersMetrics)}
     return runs, stopped_and_resumed(folder / "resumed", "adascale", 4), in_shards(folder / "shards")

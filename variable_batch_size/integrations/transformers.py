@@ -117,14 +117,18 @@ class VariableBatchMixin:
         return common.Steps(DataLoader(dataset, batch_sampler=sampler, **settings), sampler)
 
     def _new_sampler(self, dataset: Any, size: int) -> CustomSampler:
+        # `compute_loss` may gather metrics, so all ranks call it equally often; XLA cannot drop padding within a step
+        lockstep = self.args.device.type != "xla"
         if not isinstance(self._trace, TokenBudget):
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            return CustomSampler(dataset, self._trace, minibatch_size=size, seed=seed, on_end=self._on_end)
+            settings: Any = {"minibatch_size": size, "seed": seed, "on_end": self._on_end, "lockstep": lockstep}
+            return CustomSampler(dataset, self._trace, **settings)
         if len(dataset) != self._trace.num_samples:
             rule = f"`train_dataset` must have the {self._trace.num_samples} samples of the TokenBudget's lengths"
             raise ValueError(f"{rule}, got {len(dataset)}")
         sampler = copy.copy(self._trace)  # for one run
         sampler.schedule = copy.deepcopy(sampler.schedule)
+        sampler.schedule.lockstep = lockstep
         return sampler
 
     def set_initial_training_values(self, args: Any, dataloader: common.Steps) -> tuple[int, ...]:
