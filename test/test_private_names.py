@@ -80,7 +80,10 @@ TABLE = {
         ),
         *("_start_profiler", "_stop_profiler"),
     },
-    "integrations/transformers.py": {"_prepare_inputs"},  # documented for subclasses of Trainer
+    "integrations/transformers.py": {
+        "_prepare_inputs",  # documented for subclasses of Trainer
+        *("_get_dataloader", "_get_train_sampler"),  # subclasses override them to draw samples, which is refused
+    },
     # ------------------------------------------------------------------------------------------------------ exceptions
     "cores/detect.py": {"_get_default_store"},  # no public API has the store of the processes
     "cores/dtensor.py": {

@@ -5,12 +5,19 @@ import math
 import pytest
 import torch
 import trainer_runs
+from accelerate.data_loader import prepare_data_loader
 from torch.testing import assert_close
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 from trainer_runs import TRACE, arguments, by_own_loop, by_trainer, samples, stopped_and_resumed, trainer_with
 from transformers import Trainer
 
 import variable_batch_size as vbs
-from variable_batch_size.integrations.transformers import VariableBatchMixin, check_arguments
+from variable_batch_size.integrations.transformers import (
+    VariableBatchMixin,
+    VariableBatchTrainer,
+    check_arguments,
+    check_loader,
+)
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
@@ -134,11 +141,155 @@ def test_minibatches_without_tokens_have_equal_weights(tmp_path):
         ({"gradient_accumulation_steps": 4}, "`gradient_accumulation_steps` must be 1, got 4: the trace determines"),
         ({"auto_find_batch_size": True}, "`auto_find_batch_size` must be False, got True"),
         ({"include_num_input_tokens_seen": "all"}, "`include_num_input_tokens_seen` must be 'no', got 'all'"),
+        ({"train_sampling_strategy": "sequential"}, "`train_sampling_strategy` must be 'random', got 'sequential'"),
+        ({"train_sampling_strategy": "group_by_length"}, "got 'group_by_length': .* similar length, pass a vbs.Token"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "`train_sampling_strategy` must be 'random', got 'batch_"),
+        ({"dataloader_in_order": False}, "`dataloader_in_order` must be True, got False: which step a minibatch"),
+        ({"accelerator_config": {"split_batches": True}}, "`split_batches` of `accelerator_config` must be False"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "`dispatch_batches` of `accelerator_config` must be None"),
     ],
 )
 def test_training_arguments_determined_by_the_trace_raise(tmp_path, setting, message):
     with pytest.raises(ValueError, match=message):
         trainer_with(arguments(tmp_path, **setting))
+
+
+def test_length_groups_before_transformers_5_2_raise(tmp_path):
+    args = arguments(tmp_path)
+    args.group_by_length = True
+    with pytest.raises(ValueError, match=r"`group_by_length` must be False, got True: .* pass a vbs.TokenBudget"):
+        check_arguments(args)
+
+
+class FirstEight(Trainer):
+    """A trainer that trains on some of the samples."""
+
+    def _get_train_sampler(self, dataset=None):
+        return SequentialSampler(range(8))
+
+
+class OwnLoader(Trainer):
+    """A trainer that repeats samples."""
+
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset, sampler=WeightedRandomSampler([1.0] * 40, 80), batch_size=2)
+
+
+class OwnWayOfLoading(Trainer):
+    """A trainer that makes all loaders in another way."""
+
+    def _get_dataloader(self, dataset, *args, **kwargs):
+        return DataLoader(dataset, batch_size=2)
+
+
+class OwnBatches(Trainer):
+    """A trainer that leaves out samples."""
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, number = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return batches[:1], number
+
+
+class OwnTrainingStep(Trainer):
+    """A trainer that changes the samples."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, {**inputs, "labels": inputs["input_ids"]}, num_items_in_batch)
+
+
+SAMPLES_ARE_LOST = "the trace and the seed determine the samples of each step"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "reason"),
+    [
+        (FirstEight, "_get_train_sampler", SAMPLES_ARE_LOST),
+        (OwnLoader, "get_train_dataloader", SAMPLES_ARE_LOST),
+        (OwnWayOfLoading, "_get_dataloader", SAMPLES_ARE_LOST),
+        (OwnBatches, "get_batch_samples", "to count tokens in another way, override `_get_num_items_in_batch`"),
+        (OwnTrainingStep, "training_step", "it would not be called"),
+    ],
+)
+def test_a_trainer_whose_own_samples_would_be_lost_is_refused(tmp_path, kind, name, reason):
+    message = f"^`{name}` must be that of transformers.Trainer, got {kind.__name__}'s: {reason}"
+    with pytest.raises(ValueError, match=message):
+        trainer_with(arguments(tmp_path), kind=type("Variable", (VariableBatchMixin, kind), {}))
+
+
+class FirstEightOfOurs(VariableBatchTrainer):
+    """A user's subclass that is as blind as one below."""
+
+    _get_train_sampler = FirstEight._get_train_sampler
+
+
+def test_a_subclass_with_a_sampler_of_its_own_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`_get_train_sampler` must be .*, got FirstEightOfOurs's"):
+        trainer_with(arguments(tmp_path), kind=FirstEightOfOurs)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "name"),
+    [
+        (SequentialSampler(range(8)), "BatchSampler with SequentialSampler"),
+        (WeightedRandomSampler([1.0] * 40, 40), "BatchSampler with WeightedRandomSampler"),
+        (RandomSampler(range(40), replacement=True), "BatchSampler with SeedableRandomSampler"),
+        (RandomSampler(range(40), num_samples=8), "BatchSampler with SeedableRandomSampler"),
+        (list(range(40)), "BatchSampler with list"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_sampler_that_is_set_on_the_trainer_is_refused(tmp_path, sampler, name):
+    trainer = trainer_with(arguments(tmp_path))
+    trainer._get_train_sampler = lambda dataset: sampler
+    message = f"^the trainer's loader must read all samples in random order, got {name}: {SAMPLES_ARE_LOST}"
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_batches_that_are_set_on_the_trainer_are_refused(tmp_path):
+    trainer = trainer_with(arguments(tmp_path))
+    batches = type("PairsOfNeighbours", (BatchSampler,), {})(SequentialSampler(range(40)), 2, False)
+    trainer._get_dataloader = lambda dataset, **settings: DataLoader(dataset, batch_sampler=batches)
+    with pytest.raises(ValueError, match="got PairsOfNeighbours with SequentialSampler"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_processes_that_share_their_samples_are_refused(number):
+    plain = DataLoader(range(40), batch_size=2, shuffle=True)
+    own = prepare_data_loader(plain, num_processes=number, process_index=0)
+    check_loader(own, number)
+    with pytest.raises(ValueError, match=rf"^each of the 4 processes must have samples of its own, got {number} parts"):
+        check_loader(own, 4)
+
+
+class OtherSamplesInEachEpoch(Dataset):
+    """A curriculum: the epochs have different labels."""
+
+    def __init__(self):
+        self.samples, self.epochs = samples(), []
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, number):
+        return self.samples[number]
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+def test_set_epoch_of_the_data_set_is_called(tmp_path):
+    data = OtherSamplesInEachEpoch()
+    trainer_with(arguments(tmp_path), train_dataset=data).train()
+    assert data.epochs == [0, 1]
+
+
+def test_settings_of_the_trainers_loader_are_kept(tmp_path):
+    own = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 3, "dataloader_multiprocessing_context": "fork"}
+    loader = trainer_with(arguments(tmp_path, **own)).get_train_dataloader().loader
+    assert (loader.num_workers, loader.prefetch_factor) == (1, 3)
+    assert loader.multiprocessing_context.get_start_method() == "fork"
 
 
 def test_fsdp1_and_fsdp_with_float16_raise(tmp_path, monkeypatch):

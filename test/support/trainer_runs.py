@@ -45,7 +45,7 @@ def samples():
     return made
 
 
-def arguments(folder, **changed):
+def arguments(folder, *, kind=TrainingArguments, **changed):
     settings = {
         "per_device_train_batch_size": MINIBATCH,
         "learning_rate": 0.05,
@@ -60,7 +60,7 @@ def arguments(folder, **changed):
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return TrainingArguments(str(folder), **{**settings, **changed})
+    return kind(str(folder), **{**settings, **changed})
 
 
 def trainer_with(args, rule="linear", *, kind=VariableBatchTrainer, model=None, **changed):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from variable_batch_size.checks import imported_extra
 from variable_batch_size.data.sampler import CustomSampler
@@ -20,7 +20,9 @@ from variable_batch_size.schedules.schedule import OnEnd
 from variable_batch_size.traces.trace import TraceLike
 
 with imported_extra("transformers", "variable_batch_size.integrations.transformers needs transformers", "transformers"):
-    from transformers import Trainer, TrainerCallback
+    # this one first: where both are missing, the error names it
+    from transformers import Trainer, TrainerCallback  # isort: split
+    from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 
     from variable_batch_size.integrations.accelerate import UpdateCountingOptimizer, save_sharded_model, taken_back
 
@@ -29,7 +31,19 @@ _SET_ELSEWHERE = {
     "model": "the trainer passes its model",
     "gradient_as_bucket_view": "the trainer frees gradients after each step",
 }
-_OF_LOADER = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "persistent_workers", "prefetch_factor")
+_OF_LOADER = (
+    *("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "persistent_workers", "prefetch_factor"),
+    "multiprocessing_context",
+)
+_DRAWS_SAMPLES = (
+    "the trace and the seed determine the samples of each step, so others, or another order, would be ignored. Select "
+    "the samples in `train_dataset`, or write your own loop with a vbs.Stream, which keeps their order"
+)
+_STRATEGY = (
+    "the sampler of this library shuffles the samples. For samples of similar length, pass a vbs.TokenBudget as "
+    "`trace`; for another order, write your own loop with a vbs.DataLoader or a vbs.Stream"
+)
+_ONLY_OFFLOADS = "trl.trainer."  # the `training_step` of these modules, for `activation_offloading`
 
 
 def check_arguments(args: Any) -> None:
@@ -39,15 +53,56 @@ def check_arguments(args: Any) -> None:
         ("auto_find_batch_size", (False,), "batch sizes of the trace are multiples of the minibatch size"),
         ("include_num_input_tokens_seen", ("no", False), "`variable_optimizer.weight_done` counts tokens"),
         ("deepspeed", (None, "", {}), "it reduces gradients by itself"),
-        ("train_sampling_strategy", ("random",), "the sampler of this library assigns the samples"),
+        ("train_sampling_strategy", ("random",), _STRATEGY),
+        ("group_by_length", (False,), _STRATEGY),  # before transformers 5.2
+        ("dataloader_in_order", (True,), "which step a minibatch belongs to depends on the order"),
+        ("activation_offloading", (False,), "the `training_step` of the trainer is not called"),
     ):
         common.check_setting(f"`{name}`", getattr(args, name, allowed[0]), *allowed, because=reason)
+    config, because = args.accelerator_config, "each process reads minibatches of its own"
+    common.check_setting("`split_batches` of `accelerator_config`", config.split_batches, False, because=because)
+    dispatches = config.dispatch_batches
+    common.check_setting("`dispatch_batches` of `accelerator_config`", dispatches, None, False, because=because)
     if getattr(args, "fsdp", None):
         version = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version")
         common.check_setting("`version` of `fsdp_config`", version, 2, because="others reduce gradients by themselves")
         common.check_setting("`fp16` with `fsdp`", args.fp16, False, because="use `bf16`")
     if args.n_gpu > 1:
         raise ValueError(f"each process must have one device, got {args.n_gpu}: launch one per device with torchrun")
+
+
+def check_methods(kind: type) -> None:
+    """Reject a trainer with its own way to draw samples, or to train on them, which this library would ignore."""
+    classes = [one for one in kind.__mro__ if one not in (Trainer, VariableBatchMixin)]
+    below = kind.__mro__[kind.__mro__.index(VariableBatchMixin) :]
+    replaced = [one for one in classes if one in below and not one.__module__.startswith(_ONLY_OFFLOADS)]
+    for name, where, reason in (
+        ("_get_train_sampler", classes, _DRAWS_SAMPLES),
+        ("get_train_dataloader", classes, _DRAWS_SAMPLES),
+        ("_get_dataloader", classes, _DRAWS_SAMPLES),
+        ("get_batch_samples", classes, "to count tokens in another way, override `_get_num_items_in_batch`"),
+        ("training_step", replaced, "it would not be called. Override it in a class with VariableBatchMixin as a base"),
+    ):
+        for one in where:
+            if name in vars(one):
+                raise ValueError(f"`{name}` must be that of transformers.Trainer, got {one.__name__}'s: {reason}")
+
+
+def check_loader(own: Any, num_processes: int) -> None:
+    """Reject a loader of the trainer unless it reads each sample once, in random order, in one of the processes."""
+    batches, number = own.batch_sampler, 1
+    if isinstance(batches, BatchSamplerShard):
+        batches, number = batches.batch_sampler, batches.num_processes
+    sampler = getattr(batches, "sampler", own.sampler)
+    is_random = type(sampler) in (RandomSampler, SeedableRandomSampler) and not sampler.replacement
+    if type(batches) is not BatchSampler or not is_random or sampler.num_samples != len(own.dataset):
+        found = f"{type(batches).__name__} with {type(sampler).__name__}"
+        raise ValueError(f"the trainer's loader must read all samples in random order, got {found}: {_DRAWS_SAMPLES}")
+    if number != num_processes:
+        reason = "with tensor or context parallelism, write your own loop, and pass `process_group=` to its loader"
+        raise ValueError(
+            f"each of the {num_processes} processes must have samples of its own, got {number} parts: {reason}"
+        )
 
 
 class VariableBatchMixin:
@@ -89,6 +144,7 @@ class VariableBatchMixin:
         self.variable_optimizer: CustomOptimizer | None = None
         self.variable_sampler: CustomSampler | None = None
         self._flos_of_step = 0.0
+        check_methods(type(self))
         super().__init__(*args, callbacks=[_Position(self), *(callbacks or [])], **kwargs)  # type: ignore[call-arg]
         check_arguments(self.args)
         self.args.ignore_data_skip = True  # in a resumed run the sampler already skips completed steps
@@ -98,6 +154,7 @@ class VariableBatchMixin:
         if self.train_dataset is not None and isinstance(self.train_dataset, IterableDataset):
             raise ValueError("`train_dataset` must have a length, got an IterableDataset: write your own training loop")
         own, args = super().get_train_dataloader(), self.args  # type: ignore[misc]
+        check_loader(own, args.world_size)
         dataset, size = own.dataset, args.per_device_train_batch_size
         if self.variable_sampler is None or not isinstance(self.optimizer, UpdateCountingOptimizer):
             self.variable_sampler = self._new_sampler(dataset, size)
@@ -305,6 +362,9 @@ class _Position(TrainerCallback):  # type: ignore[misc]
         if state.global_step >= state.max_steps or next(self._epochs, None) is None:
             # the run was already complete: nothing is left to load
             self._optimizer.sampler.set_epoch(self._optimizer.epoch, len(self._steps))
+        dataset = kwargs["train_dataloader"].loader.dataset
+        if hasattr(dataset, "set_epoch"):  # which the trainer's own loader would call
+            dataset.set_epoch(self._optimizer.epoch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.epoch = self._optimizer.epoch + self._optimizer.epoch_step / len(self._steps)
