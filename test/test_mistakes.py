@@ -92,8 +92,8 @@ def resumed(**options):
 
 def truncated():
     saved()
-    path = max(Path("run").glob("step-*.pt"))
-    path.write_bytes(path.read_bytes()[:1000])
+    for path in Path("run").glob("step-*.pt"):
+        path.write_bytes(path.read_bytes()[:1000])
     saved()
 
 
@@ -379,7 +379,7 @@ MISTAKES = {
         "`allow_changes` must be a set of names, got the str 'trace'",
     ),
     "an unknown change": (lambda: saved(allow_changes={"traces"}), "got 'traces' (did you mean 'trace'?)"),
-    "a truncated file": (truncated, "move it away to resume from step-000000002.pt"),
+    "truncated files": (truncated, "no older checkpoint is left: move step-000000003.pt, step-000000002.pt away"),
     "a file as directory": (in_the_place_of_a_directory, "`directory` must be writable, got run: "),
     "a checkpoint of another model": (lambda: vbs.Checkpoint("run", model=model(), optimizer=optimizer()), AS_MODEL),
     "a checkpoint of torch's optimizer": (

@@ -128,6 +128,7 @@ TESTS = {
     "optim/gradients/gradient_buckets.py": OF_GRADIENTS,
     "optim/gradients/norms.py": OF_GRADIENTS,
     "optim/gradients/fixed_point.py": OF_EXACT,
+    "runs/checksums.py": ["test/runs/test_checksums.py", "test/runs/test_checkpoint_damaged.py"],
     "runs/state_file.py": ["test/runs/test_state_file.py", "test/runs/test_checkpoint.py"],
     "runs/checkpoint.py": OF_RUNS,
     "schedules/schedule.py": OF_SCHEDULES,

@@ -163,16 +163,6 @@ def test_resuming_is_shown_once_with_and_without_a_configuration_of_logging(tmp_
     ]
 
 
-def test_error_for_a_truncated_file_names_the_previous_one(tmp_path):
-    stopped_after(5, tmp_path, keep=5)
-    path = tmp_path / "step-000000005.pt"
-    path.write_bytes(b"")
-    with pytest.raises(
-        ValueError, match=r"step-000000005\.pt is truncated .*; move it away to resume from step-000000004\.pt$"
-    ):
-        Run(tmp_path)
-
-
 def test_keys_of_a_checkpoint_are_stable(tmp_path):
     Run(tmp_path).checkpoint.save()
     where = ["epoch", "epoch_step", "past", "steps_of_epochs"]

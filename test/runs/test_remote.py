@@ -217,14 +217,51 @@ def test_a_bucket_that_is_not_there_is_refused_at_the_start(bucket):
         bucket_run.train("s3://nowhere/run")
 
 
-def test_a_checkpoint_that_does_not_load_is_named_by_its_address(bucket):
+def test_a_damaged_checkpoint_is_named_by_its_address(bucket):
     remote = RemoteDirectory(f"{bucket}/broken")
     for steps in (8, 9):
         (remote.folder / f"step-{steps:09d}.pt").write_text("broken")
     remote.upload()
-    message = "s3://bucket/broken/step-000000009.pt is truncated .*; move it away to resume from step-000000008.pt"
+    message = (
+        "^s3://bucket/broken/step-000000008.pt is damaged, truncated or not a checkpoint: File is not a zip file; no "
+        "older checkpoint is left: move step-000000009.pt, step-000000008.pt away to start from the beginning$"
+    )
     with pytest.raises(ValueError, match=message):
         bucket_run.train(f"{bucket}/broken")
+
+
+def damaged_run():
+    model = torch.nn.Linear(2, 1)
+    sampler = vbs.CustomSampler(dataset_size=8, trace=2, minibatch_size=2)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, model=model)
+    checkpoint = vbs.Checkpoint("memory://damaged", model=model, optimizer=optimizer, keep=1)
+    return model, optimizer, checkpoint
+
+
+def test_a_damaged_object_is_renamed_and_the_run_resumes_from_the_one_before(caplog):
+    model, optimizer, checkpoint = damaged_run()
+    store, name = MemoryFileSystem(), "/damaged/step-000000002.pt"
+    for _ in range(2):
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        before = store.cat_file("/damaged/step-000000001.pt") if optimizer.steps_done == 2 else None
+        checkpoint.save()
+    store.pipe_file("/damaged/step-000000001.pt", before)
+    content = bytearray(store.cat_file(name))
+    content[len(content) // 2] ^= 1
+    store.pipe_file(name, bytes(content))
+    model, optimizer, checkpoint = damaged_run()
+    assert optimizer.steps_done == 1
+    assert re.fullmatch(
+        "memory:/" + name + " is damaged.*; resuming from step-000000001.pt instead", caplog.messages[0]
+    )
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    checkpoint.save()
+    names = RemoteDirectory("memory://damaged").names()
+    assert names == ["damaged-step-000000002.pt", "executed.csv", "step-000000002.pt"]
+    assert store.cat_file("/damaged/damaged-step-000000002.pt") == bytes(content)
+    assert damaged_run()[1].steps_done == 2
 
 
 def test_a_trace_is_read_from_a_bucket(bucket):

@@ -25,6 +25,7 @@ from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.policies.hints import HINTS
 from variable_batch_size.policies.policy import depth_of
 from variable_batch_size.runs import state_file
+from variable_batch_size.runs.checksums import DamagedFileError
 from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import JsonLines
 from variable_batch_size.runs.store import ASSIGNED, CheckpointStore, ExecutedTrace, Format
@@ -433,15 +434,11 @@ class Checkpoint:
             show(logger, "Ctrl-C: the run saves at the end of this step; press it again to end at once, without a save")
 
     def _resume(self, paths: list[Path]) -> None:
-        """Resume from the newest checkpoint, if any. It is read and checked before anything is changed."""
-        state = self._read(paths) if paths else None
-        found = 0 if state is None else 1 + state["optimizer"][STATE_KEY]["steps_done"]
-        (total,) = self._coordinator.all_reduce([found])
-        if total != found * self._communicator.num_replicas:
-            here = f"rank {self._communicator.rank}: {paths[-1].name if paths else 'none'}"
-            different = f"ranks found different checkpoints in {self.directory} ({here})"
-            raise RuntimeError(f"{different}: all machines must share this directory")
+        """Resume from the newest intact checkpoint, if any. It is read and checked before anything is changed."""
+        self._found = paths[-1].name if paths else None
+        state = self._read_newest(paths)
         if state is not None:
+            self._check_run(state, paths[-1])
             self._restore(state, paths[-1])
         origin = ", ".join(f"{name} {value}" for name, value in self._fingerprint.items())
         path, schedule = self._store.folder / EXECUTED, self._sampler.schedule
@@ -451,7 +448,6 @@ class Checkpoint:
         self._num_assigned = schedule.past(self._epoch, self._first_step).num_rows
         if self._sampler.shares is not None:
             self._sampler.shares.keep_record()
-        self._found = paths[-1].name if paths else None
         if state is not None and self._communicator.rank == 0:
             if self._store.is_prepared:
                 self._truncate_rows()
@@ -460,13 +456,34 @@ class Checkpoint:
             position = f"epoch {self._epoch}, step {self._optimizer.steps_done}{of_all}"
             show(logger, "resumed from %s/%s: %s", self.directory, paths[-1].name, position)
 
-    def _read(self, paths: list[Path]) -> dict[str, Any]:
-        path = paths[-1]
-        try:
-            state = state_file.load(path)
-        except ValueError as error:
-            before = f"resume from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
-            raise ValueError(f"{error}; move it away to {before}") from error
+    def _read_newest(self, paths: list[Path]) -> dict[str, Any] | None:
+        """The state in the newest checkpoint that no rank finds damaged; damaged ones are removed from the list."""
+        rank, num_ranks = self._communicator.rank, self._communicator.num_replicas
+        while True:
+            state, problem = None, None
+            try:
+                state = self._store.read(paths[-1]) if paths else None
+            except DamagedFileError as error:
+                problem = error
+            found = 1 + state_file.steps_of(paths[-1]) if paths else 0
+            total, *are_damaged = self._coordinator.all_reduce([found, *_one_of(num_ranks, rank, problem is not None)])
+            if total != found * num_ranks:
+                here = f"rank {rank}: {paths[-1].name if paths else 'none'}"
+                different = f"ranks found different checkpoints in {self.directory} ({here})"
+                raise RuntimeError(f"{different}: all machines must share this directory")
+            if not any(are_damaged):
+                return state
+            self._store.damaged.append(paths.pop())
+            first = are_damaged.index(1)
+            if not paths:
+                names = ", ".join(path.name for path in self._store.damaged)
+                text = problem or f"{names} cannot be read on rank {first}"
+                raise ValueError(f"{text}; no older checkpoint is left: move {names} away to start from the beginning")
+            if rank == first:
+                logger.warning("%s; resuming from %s instead", problem, paths[-1].name)
+
+    def _check_run(self, state: dict[str, Any], path: Path) -> None:
+        """Raise if a checkpoint is of another run."""
         fixed = {name: value for name, value in self._fingerprint.items() if name not in self._allow_changes}
         different = differences(state["run"], fixed)
         for name, here in (("schedulers", len(self._schedulers)), ("metrics", len(self._metrics))):
@@ -479,7 +496,6 @@ class Checkpoint:
         if changed and (self._optimizer.rule.sums_gradients or state["sums_gradients"]):
             cannot = f"Cannot change {' and '.join(changed)} when resuming with a rule that sums gradients"
             raise ValueError(f"{cannot}: the saved momentum is scaled by the old number of minibatches.")
-        return state
 
     def _restore(self, state: dict[str, Any], path: Path) -> None:
         """Load a state that was checked, and log what has changed since it was saved."""
@@ -500,6 +516,11 @@ class Checkpoint:
                 logger.warning("resuming from %s/%s with changed settings: %s", self.directory, path.name, changed)
         if rank < len(state["random"]["torch"]):
             self._random = {name: rows[rank].clone() for name, rows in state["random"].items()}
+
+
+def _one_of(number: int, place: int, value: int) -> list[int]:
+    """Zeros with a value at one place."""
+    return [value if place == other else 0 for other in range(number)]
 
 
 def _process_seconds() -> float | None:

@@ -109,6 +109,11 @@ class RemoteDirectory:
         with as_os_error(f"{self.url}/{name} could not be written"):
             self._filesystem.pipe_file(f"{self._root}/{name}", text.encode())
 
+    def rename(self, name: str, new_name: str) -> None:
+        """Rename a remote file, if it exists."""
+        with as_os_error(f"{self.url}/{name} could not be renamed"), suppress(FileNotFoundError):
+            self._filesystem.mv(f"{self._root}/{name}", f"{self._root}/{new_name}")
+
     def remove(self, name: str) -> None:
         """Remove a remote file, if it exists."""
         with as_os_error(f"{self.url}/{name} could not be removed"), suppress(FileNotFoundError):

@@ -29,9 +29,11 @@ from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of, parameters_of
 from variable_batch_size.optim.wrappers import is_zero
 from variable_batch_size.runs import state_file
+from variable_batch_size.runs.checksums import DamagedFileError, SummedFiles, checksum_of
 from variable_batch_size.runs.state_file import tree_map
 
 Tensors = dict[str, torch.Tensor]
+_CRCS = "crcs"  # the key for those of the other files, in the file with the rest
 _PLACE = "variable_batch_size place"  # the key of the placeholder for a sharded tensor, in the file with the rest
 
 
@@ -178,7 +180,11 @@ def split_sharded(state: dict[str, Any], *, copies: bool) -> tuple[dict[str, Any
 def write_directory(
     directory: Path, steps_done: int, rest: dict[str, Any], tensors: Tensors, group: Group, *, is_first: bool
 ) -> None:
-    """Write the shards of all ranks and rank 0's rest of the state, under a temporary name until all are complete."""
+    """Write the shards of all ranks, then rank 0's rest of the state with the CRCs of these files.
+
+    The directory has a temporary name until all are complete.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     # rank 0 chooses the name, as others may not yet see the files that it has just written
@@ -189,15 +195,40 @@ def write_directory(
     temporary = path.with_name(path.name + TEMPORARY)
     if is_first:
         temporary.mkdir(exist_ok=True)
-        state_file.save(temporary / state_file.REST, rest)
+    crcs: list[dict[str, int]] = []  # of the files of each rank
     if tensors:
         with _dcp_errors(OSError, f"{temporary} could not be written"):
-            save(tensors, checkpoint_id=temporary, process_group=group)  # rank 0 waits in it for all others
+            writer = FileSystemWriter(temporary)
+            files = SummedFiles(writer.fs)
+            writer.fs = files  # type: ignore[assignment]
+            save(tensors, storage_writer=writer, process_group=group)
+        crcs = _gathered_objects(files.crcs, group)  # once all ranks have written theirs
     if is_first:
+        of_files = {name: crc for of_rank in crcs for name, crc in of_rank.items()}
+        state_file.save(temporary / state_file.REST, {**rest, _CRCS: of_files})
         for file in temporary.iterdir():
             sync(file)
         os.replace(temporary, path)
         sync(path.parent)
+
+
+def _gathered_objects(own: Any, group: Group) -> list[Any]:
+    """The objects of all ranks. Every rank must call it."""
+    if group is None:
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def check_shards(path: Path, rest: Mapping[str, Any], *, rank: int, num_ranks: int) -> None:
+    """Raise if the files of a checkpoint directory are not what was written. Each rank reads some of them."""
+    of_files = rest.get(_CRCS, {})  # a directory of an earlier version has none
+    for name in sorted(of_files)[rank::num_ranks]:
+        if not (path / name).exists():
+            raise DamagedFileError(f"{path / name} is missing")
+        if checksum_of(path / name) != of_files[name]:
+            raise DamagedFileError(f"{path / name} is damaged: its CRC is not the one with which it was written")
 
 
 def load_sharded(path: Path, state: dict[str, Any], model: torch.nn.Module, optimizer: CustomOptimizer) -> Any:

@@ -2,10 +2,11 @@
 
 import io
 import os
+import pickle
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 
 from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.files import TEMPORARY, write
+from variable_batch_size.runs.checksums import CheckedFile, DamagedFileError, crcs_written
 
 # name of a file, or of a directory; a step may have several directories, the newest with the largest number
 _NAME = re.compile(r"step-([0-9]{9,})(?:\.pt|-([0-9]+))")
 REST = "run.pt"  # the file in a sharded checkpoint with everything but the sharded tensors
+DAMAGED = "damaged-"  # before the name of a checkpoint
 EXTRA_STATE = "_extra_state"  # the end of names in a module's state dict for what ``get_extra_state`` returns
 _MARK, _VERSION = "variable_batch_size checkpoint", 1
 
@@ -59,10 +62,21 @@ def free_number(directory: Path, steps_done: int) -> int:
 
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in a directory, the newest last."""
-    if not directory.exists():
-        return []
-    found = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return [path for *_, path in sorted((int(match[1]), int(match[2] or 0), path) for match, path in found if match)]
+    names = [path.name for path in directory.iterdir()] if directory.exists() else []
+    return [directory / name for name in checkpoint_names(names)]
+
+
+def checkpoint_names(names: Iterable[str]) -> list[str]:
+    """Those of some names that are of checkpoints, the newest last."""
+    found = ((_NAME.fullmatch(name), name) for name in names)
+    return [name for *_, name in sorted((int(match[1]), int(match[2] or 0), name) for match, name in found if match)]
+
+
+def steps_of(path: Path) -> int:
+    """After how many steps a checkpoint was saved."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def prepare(directory: Path) -> None:
@@ -82,7 +96,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
     plain = tree_map({"format": _MARK, "version": _VERSION, **state}, _plain)
 
     def fill(temporary: Path) -> None:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb") as file, crcs_written():
             torch.save(plain, file)
 
     try:
@@ -129,12 +143,25 @@ def _reason(error: Exception) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a file of :func:`save`, with tensors on the CPU. Only tensors and primitives are unpickled."""
-    with open(path / REST if path.is_dir() else path, "rb") as file:
+    """Read a file of :func:`save`, with tensors on the CPU. Only tensors and primitives are unpickled.
+
+    Raises:
+        DamagedFileError: if it is truncated, or is not what was written.
+        ValueError: if it is intact, but not a checkpoint.
+    """
+    if path.is_dir():
+        path = path / REST
+        if not path.exists():
+            raise DamagedFileError(f"{path} is missing")
+    with open(path, "rb") as file:
         try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # of many types, depending on where the file ends
-            raise ValueError(f"{path} is truncated or is not a checkpoint: {_reason(error)}") from error
+            checked = CheckedFile(file)
+            state = torch.load(checked, map_location="cpu", weights_only=True, mmap=False)  # type: ignore[arg-type]
+            checked.finish()
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{path} is not a checkpoint: {_reason(error)}") from error
+        except Exception as error:  # of many types, depending on what is damaged
+            raise DamagedFileError(f"{path} is damaged, truncated or not a checkpoint: {_reason(error)}") from error
     if not isinstance(state, dict) or state.get("format") != _MARK:
         raise ValueError(f"{path} is not a checkpoint of variable_batch_size")
     if state["version"] != _VERSION:
@@ -146,6 +173,14 @@ def keep_only(directory: Path, number: int) -> None:
     """Remove all checkpoints but the newest `number`."""
     for path in checkpoints(directory)[:-number]:
         remove(path)
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, so that it is none."""
+    aside = path.with_name(DAMAGED + path.name)
+    if aside.exists():
+        remove(aside)
+    os.replace(path, aside)
 
 
 def remove(path: Path) -> None:

@@ -18,6 +18,7 @@ from variable_batch_size.files import DECISIONS, EXECUTED
 from variable_batch_size.optim.lr_scheduler import Stateful, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import sharded_state, state_file
+from variable_batch_size.runs.checksums import DamagedFileError
 from variable_batch_size.runs.lock import LOCK, RunLock
 from variable_batch_size.runs.remote import RemoteDirectory, call_at_exit
 from variable_batch_size.runs.state_file import tree_map
@@ -212,6 +213,8 @@ class CheckpointStore:
         self.directory = self.folder if self._remote is None else self._remote.url
         self._model, self._optimizer, self._schedulers = model, optimizer, schedulers
         self._keep, self._is_sharded, self._is_first = keep, format == "sharded", communicator.rank == 0
+        self._rank, self._num_ranks = communicator.rank, communicator.num_replicas
+        self.damaged: list[Path] = []  # checkpoints that were found to be
         self._writer = AsyncWriter() if asynchronous else None
         self._staging, self._has_stepped = HostStaging(), False
         if self._is_sharded:
@@ -246,9 +249,11 @@ class CheckpointStore:
 
     def newest(self) -> str | None:
         """The name of the newest checkpoint."""
-        paths = state_file.checkpoints(self.folder)
-        names = [path.name for path in paths] if self._remote is None else self._remote.names()
-        return max((name for name in names if name.startswith("step-")), default=None)
+        if self._remote is None:
+            names = [path.name for path in state_file.checkpoints(self.folder)]
+        else:
+            names = state_file.checkpoint_names(self._remote.names())
+        return names[-1] if names else None
 
     def save(self, rest: dict[str, Any], *, when_done: Callable[[], None]) -> None:
         """Save the model, the optimizer and rank 0's `rest` of the state. Every rank must call it; rank 0 calls
@@ -276,6 +281,8 @@ class CheckpointStore:
         if self._lock is not None:
             self._lock.check()
         path = state_file.path_of(self.folder, steps_done)
+        if self._is_first:
+            self._set_damaged_aside()
         if self._is_sharded:
             sharded_state.write_directory(self.folder, steps_done, state, tensors, self._group, is_first=self._is_first)
         else:
@@ -291,6 +298,16 @@ class CheckpointStore:
             self._remote.upload()
             for name in [one.name for one in before if not one.exists()]:
                 self._remote.remove(name)
+
+    def _set_damaged_aside(self) -> None:
+        """Rename damaged checkpoints: they would count as the newest ones, and the older ones would be removed."""
+        while self.damaged:
+            path = self.damaged.pop()
+            if self._remote is None:
+                state_file.set_aside(path)
+            else:
+                path.unlink()  # its placeholder
+                self._remote.rename(path.name, state_file.DAMAGED + path.name)
 
     def wait(self) -> None:
         """Wait until an asynchronous write is complete, and raise if it failed."""
@@ -317,7 +334,7 @@ class CheckpointStore:
 
     @contextmanager
     def found(self) -> Iterator[list[Path]]:
-        """The existing checkpoints, the newest last and readable within the context."""
+        """The existing checkpoints, the newest last."""
         if self._remote is None:
             yield state_file.checkpoints(self.folder)
             return
@@ -326,14 +343,30 @@ class CheckpointStore:
                 self._remote.truncate_local(self.folder / name)
         paths = state_file.checkpoints(self.folder)
         own = [self.folder / name for name in (EXECUTED, DECISIONS, ASSIGNED)] if self._is_first else []
-        for path in [*paths[-1:], *(path for path in own if path.exists())]:
+        for path in filter(Path.exists, own):
             self._remote.download(path)
         try:
             yield paths
         except ValueError as error:  # it should name the remote file
-            raise ValueError(str(error).replace(str(self.folder), self._remote.url)) from error
-        for path in paths[-1:]:
-            self._remote.truncate_local(path)
+            raise ValueError(self._as_given(error)) from error
+
+    def _as_given(self, error: Exception) -> str:
+        """The text of an error, with the directory that the user has passed."""
+        return str(error).replace(str(self.folder), str(self.directory))
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """The state in a checkpoint; DamagedFileError if that is not what was written."""
+        if self._remote is not None:
+            self._remote.download(path)
+        try:
+            state = state_file.load(path)
+            sharded_state.check_shards(path, state, rank=self._rank, num_ranks=self._num_ranks)
+        except DamagedFileError as error:
+            raise DamagedFileError(self._as_given(error)) from error
+        finally:
+            if self._remote is not None:
+                self._remote.truncate_local(path)
+        return state
 
     def load(self, path: Path, state: dict[str, Any], *, own: dict[str, Any], schedule: BaseSchedule) -> None:
         """Load the state of a checkpoint into the model and the optimizer, with the optimizer's `own` state and the
