@@ -15,7 +15,7 @@ import variable_batch_size
 PACKAGE = Path(variable_batch_size.__file__).parent
 
 # the folders that each folder may import; the files next to the folders (FOR_ALL) may be used by all
-FOR_ALL = {"checks", "files", "plugins", "urls", "version"}
+FOR_ALL = {"checks", "files", "plugins", "stability", "urls", "version"}
 LAYERS = {
     "rules": set(),
     "policies": set(),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.abc import SourceLoader
 from importlib.metadata import EntryPoint, entry_points
+from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any, Generic, Literal, TypeVar
 
@@ -43,6 +44,16 @@ def summary(kind: Kind, name: str) -> str | None:
         _warn(found, error)
         return None
     return re.sub(r"^``[^`]*``: ", "", line).rstrip(".")
+
+
+def text_file(kind: Kind, name: str, suffix: str) -> bytes | None:
+    """The content of the file called NAME in the package that is registered; None, with a warning, if it has none."""
+    found = registered(kind)[name]
+    try:
+        return (files(found.module) / f"{name}{suffix}").read_bytes()
+    except Exception as error:
+        _warn(found, error)
+        return None
 
 
 def _warn(found: EntryPoint, error: Exception) -> None:

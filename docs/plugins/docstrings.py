@@ -19,6 +19,8 @@ class Docstrings(griffe.Extension):
     def _rewrite(self, thing: griffe.Object, public: set[str]) -> None:
         if thing.docstring is not None:
             text = _DOCTEST.sub(_as_block, thing.docstring.value)
+            if "experimental" in [str(decorator.value) for decorator in getattr(thing, "decorators", ())]:
+                text += '\n\n!!! warning "Experimental"\n    May change or be removed in any [version](../versions.md).'
             if thing.is_class and "NamedTuple" in map(str, thing.bases):
                 text = text.replace("Args:\n", "Attributes:\n")  # griffe does not know that they are arguments, too
             if thing.is_class and not re.search("^(Args|Attributes):$", text, re.MULTILINE):

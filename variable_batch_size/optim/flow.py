@@ -19,11 +19,11 @@ from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.optim.gradients.accumulator import Layout, Measured, StepGradient
 from variable_batch_size.optim.gradients.norms import is_finite
 from variable_batch_size.optim.proxy import optimizers_of, parameters_of
-from variable_batch_size.rules import RULES
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import NoiseMeter, Smoothing, decay_at
 from variable_batch_size.rules.numbers import Condition, Number
 from variable_batch_size.rules.per_optimizer import PerOptimizerRule
+from variable_batch_size.rules.registry import RULES
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.rules.transition import LRScaler
 
@@ -248,7 +248,7 @@ def _observed(step: Step, measured: Measured) -> Step:
 
 
 def _stays_on_device(rule: Rule, inner: Optimizer, device: torch.device, *, is_traced: bool) -> bool:
-    if type(rule) not in RULES.values() or rule.corrects_bias or len(inner.param_groups) > _MAX_GROUPS:
+    if type(rule) not in RULES.builtin.values() or rule.corrects_bias or len(inner.param_groups) > _MAX_GROUPS:
         return False
     if is_traced and (not isinstance(rule, NoiseRule) or xla.is_spmd()):  # there, each number would need a sharding
         return False

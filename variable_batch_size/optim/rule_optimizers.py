@@ -12,6 +12,7 @@ from variable_batch_size.rules.adam import AdamRule, Form
 from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, RootRule
+from variable_batch_size.stability import experimental
 
 Source = MinibatchSource | DataLoader[Any]
 
@@ -64,6 +65,7 @@ class ConstantOptimizer(_RuleOptimizer):
         super().__init__(inner, sampler, ref_batchsize=ref_batchsize, **options)
 
 
+@experimental
 @final
 class LEGWRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · √S after a warm-up of S · `warmup_samples` (:class:`LEGWRule`)."""
@@ -116,6 +118,7 @@ class AdaScaleOptimizer(CustomOptimizer):
         super().__init__(inner, sampler, rule=rule, ref_batchsize=ref_batchsize, **options)
 
 
+@experimental
 @final
 class AdamScaleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · √gain for Adam and AdamW, and arguments of :class:`AdamScaleRule`."""

@@ -9,8 +9,10 @@ from typing import Any, TypeVar, final
 from typing_extensions import Unpack
 
 from variable_batch_size.checks import check_one_of, check_positive
+from variable_batch_size.plugins import Registry
 from variable_batch_size.policies.autoscale import Autoscale
 from variable_batch_size.policies.policy import FunctionPolicy, Policy, PolicyOptions, Situation
+from variable_batch_size.stability import experimental
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -129,6 +131,7 @@ class CriticalBatch(Policy):
         return 2 * now if cost <= self.cost else now
 
 
+@experimental
 @final
 class OnPlateau(Policy):
     """Multiplies the batch size when a metric has stopped improving.
@@ -223,13 +226,16 @@ class OnPlateau(Policy):
         self._has_diverged = state["has_diverged"]
 
 
-POLICIES: Mapping[str, type[Policy]] = {
-    "autoscale": Autoscale,
-    "per_core": PerCore,
-    "norm_test": NormTest,
-    "critical_batch": CriticalBatch,
-    "on_plateau": OnPlateau,
-}
+POLICIES: Registry[type[Policy]] = Registry(
+    "policies",
+    {
+        "autoscale": Autoscale,
+        "per_core": PerCore,
+        "norm_test": NormTest,
+        "critical_batch": CriticalBatch,
+        "on_plateau": OnPlateau,
+    },
+)
 
 
 def make_policy(name: str, **settings: Any) -> Policy:

@@ -28,7 +28,7 @@ class AdamRule(Rule):
     weight decay, if decoupled, preserves the decay per sample. Bias correction follows the varying betas.
 
     Args:
-        form: how the betas scale.
+        form: how the betas scale; "half-life" is experimental: it may change or be removed in any version.
         scales_weight_decay: multiply a decoupled weight decay by √κ; otherwise the decay per sample falls as 1/√κ.
 
     >>> rule, step = AdamRule(), Step(batch_size=512, minibatch_size=32, ref_batchsize=128)

@@ -9,6 +9,7 @@ from variable_batch_size.rules.adam import check_adam
 from variable_batch_size.rules.noise import Noise, NoiseMeter, Smoothing
 from variable_batch_size.rules.numbers import Number, sqrt
 from variable_batch_size.rules.rule import Norms, Rule, Step
+from variable_batch_size.stability import experimental
 
 
 class NoiseRule(Rule):
@@ -72,6 +73,7 @@ class AdaScaleRule(NoiseRule):
         return gain
 
 
+@experimental
 @final
 class AdamScaleRule(NoiseRule):
     """lr = lr0 · √gain for Adam, with the gain of preconditioned gradients.
@@ -104,6 +106,7 @@ class AdamScaleRule(NoiseRule):
         return factor**2
 
 
+@experimental
 @final
 class SurgeRule(NoiseRule):
     """The optimal learning rate of sign-like optimizers such as Adam, from the measured noise scale Bn = V/G².

@@ -1,29 +1,39 @@
-"""The built-in rules by name."""
+"""The rules by name: those that are built in, and those of other packages."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from variable_batch_size.checks import check_one_of
+from variable_batch_size.plugins import Registry
 from variable_batch_size.rules.adam import AdamRule
 from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule, SurgeRule
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, MuonRule, RootRule
+from variable_batch_size.stability import is_experimental
 
-RULES: Mapping[str, type[Rule]] = {
-    "linear": LinearRule,
-    "root": RootRule,
-    "constant": ConstantRule,
-    "linear_momentum": LinearMomentumRule,
-    "adascale": AdaScaleRule,
-    "adam": AdamRule,
-    "adamscale": AdamScaleRule,
-    "muon": MuonRule,
-    "surge": SurgeRule,
-    "legw": LEGWRule,
-}
+RULES: Registry[type[Rule]] = Registry(
+    "rules",
+    {
+        "linear": LinearRule,
+        "root": RootRule,
+        "constant": ConstantRule,
+        "linear_momentum": LinearMomentumRule,
+        "adascale": AdaScaleRule,
+        "adam": AdamRule,
+        "adamscale": AdamScaleRule,
+        "muon": MuonRule,
+        "surge": SurgeRule,
+        "legw": LEGWRule,
+    },
+)
 
 
 OTHER_NAMES = {"sqrt": "root", "square_root": "root", "none": "constant", "adamw": "adam"}  # for hints
+
+
+def described_names() -> str:
+    """The names of all rules for a help text, those of other packages not imported, with what is experimental."""
+    found = [name for name, kind in RULES.builtin.items() if is_experimental(kind)]
+    return f"{', '.join(RULES)} (experimental: {', '.join(found)}, adam:half-life)"
 
 
 def make_rule(name: str, **settings: Any) -> Rule:

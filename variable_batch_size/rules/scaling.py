@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from variable_batch_size.rules.rule import Rule, Step
+from variable_batch_size.stability import experimental
 
 # without betas, but normalizing the size of gradients
 _DIVIDE_BY_THE_SIZE = ("Adadelta", "Adafactor", "Adagrad", "Muon", "RMSprop", "Rprop")
@@ -79,6 +80,7 @@ class LinearMomentumRule(Rule):
         return changed
 
 
+@experimental
 @final
 class LEGWRule(Rule):
     """The root rule with a warm-up of a fixed number of steps (You et al. 2019, "Large-batch training for LSTM").
@@ -113,6 +115,7 @@ def ema_decay(rho: float, batch_size: int, ref_batchsize: int) -> float:
     return float(rho ** (batch_size / ref_batchsize))
 
 
+@experimental
 @final
 class MuonRule(Rule):
     """lr = lr0 · √κ and weight decay = wd0 · √κ, for Muon (``torch.optim.Muon``, Jordan et al. 2024).

@@ -1,4 +1,8 @@
-"""The zoo: recordings of devices and published batch-size schedules that come with the package, as ``zoo:NAME``."""
+"""The zoo: recordings of devices and published batch-size schedules, as ``zoo:NAME``.
+
+They come with this package, or with another one that registers the folder of ``NAME.csv`` as the entry point
+``variable_batch_size.traces`` called NAME.
+"""
 
 import itertools
 import os
@@ -9,6 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from variable_batch_size.checks import check_one_of
+from variable_batch_size.plugins import registered, text_file
 from variable_batch_size.urls import read_bytes
 
 PREFIX = "zoo:"
@@ -28,8 +33,9 @@ class Entry:
 
 
 def names() -> list[str]:
-    """The names of all entries, in alphabetical order."""
-    return sorted(file.name.removesuffix(".csv") for file in _folder().iterdir() if file.name.endswith(".csv"))
+    """The names of all entries, in alphabetical order, without broken ones of other packages, of which it warns."""
+    others = registered("traces").keys() - _own_names()
+    return sorted(_own_names() | {name for name in others if text_file("traces", name, ".csv") is not None})
 
 
 def entry(name: str) -> Entry:
@@ -38,13 +44,20 @@ def entry(name: str) -> Entry:
     >>> entry("llama-3-405b").title
     'Llama 3, 405B parameters: 4, 8, then 16 million tokens, of 15.6 trillion'
     """
-    check_one_of(names(), name=name)
-    content = (_folder() / f"{name}.csv").read_bytes()
+    is_own = name in _own_names()
+    if not is_own:
+        check_one_of(sorted({*_own_names(), *registered("traces")}), name=name)
+    content = (_folder() / f"{name}.csv").read_bytes() if is_own else text_file("traces", name, ".csv")
+    if content is None:
+        raise ValueError(f"`name` {name!r} is registered by a package without a file {name}.csv")
     lines = content.decode().splitlines()
-    title, *facts = [line[2:] for line in itertools.takewhile(lambda line: line.startswith("# "), lines)]
-    found = dict(fact.split(": ", 1) for fact in facts)
-    is_recording = lines[len(facts) + 1].startswith("seconds,")
-    return Entry(name, title, found["source"], found["licence"], is_recording, content)
+    comments = [line[2:] for line in itertools.takewhile(lambda line: line.startswith("# "), lines)]
+    title, *facts = comments or [name]
+    found = dict(fact.split(": ", 1) for fact in facts if ": " in fact)
+    is_recording = lines[len(comments)].startswith("seconds,")
+    return Entry(
+        name, title, found.get("source", "not stated"), found.get("licence", "not stated"), is_recording, content
+    )
 
 
 def read(path: str | os.PathLike[str]) -> bytes:
@@ -83,6 +96,10 @@ def _each_minute(content: bytes) -> Iterator[int]:
 def _name_of(path: str | os.PathLike[str]) -> str | None:
     text = os.fspath(path)
     return text.removeprefix(PREFIX) if text.startswith(PREFIX) else None
+
+
+def _own_names() -> set[str]:
+    return {file.name.removesuffix(".csv") for file in _folder().iterdir() if file.name.endswith(".csv")}
 
 
 def _folder() -> Any:  # the name of its type depends on the version of Python

@@ -25,6 +25,7 @@ from variable_batch_size.lab.comparison.experiment import POLICY, REFERENCE, Res
 from variable_batch_size.lab.comparison.report import draw_picture, summaries, write_report
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Situation
+from variable_batch_size.rules.registry import RULES, described_names
 from variable_batch_size.schedules.schedule import ON_END, Schedule
 from variable_batch_size.traces import zoo
 from variable_batch_size.traces.trace import Trace
@@ -34,7 +35,7 @@ _DEFAULT_RULES = "linear,root,adascale,constant"
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    help = f"some of {', '.join(experiment.RULES)}, separated by commas, some with a setting as in legw:5000"
+    help = f"some of {described_names()}, separated by commas, some with a setting as in legw:5000"
     add("--rules", default=_DEFAULT_RULES, help=f"{help} (default: {_DEFAULT_RULES})")
     help = f"trace files, or policies such as {POLICY}autoscale:max_batch_size=1024 (default: a ramp and a spot market)"
     add("--traces", nargs="+", metavar="FILE", help=help)
@@ -111,13 +112,13 @@ def _settings(options: argparse.Namespace, workload: Any) -> tuple[Settings, dic
 
 def _rules(text: str, until: str, on_end: str | None) -> list[str]:
     rules = text.split(",")
-    if len(set(rules)) < len(rules) or not all(rule.partition(":")[0] in experiment.RULES for rule in rules):
-        raise ValueError(f"`rules` must be some of {', '.join(experiment.RULES)}, each once, got {text!r}")
+    if len(set(rules)) < len(rules) or not all(rule.partition(":")[0] in RULES for rule in rules):
+        raise ValueError(f"`rules` must be some of {', '.join(RULES)}, each once, got {text!r}")
     if until == "progress" and on_end == "stop":
         reason = "AdaScale may take more samples than a trace has"
         raise ValueError(f"--until progress needs --on-end hold or cycle: {reason}")
-    if until == "progress" and not set(rules) & set(experiment.MEASURING_RULES):
-        needs = " or ".join(experiment.MEASURING_RULES)
+    if until == "progress" and not any(map(experiment.measures_noise, rules)):
+        needs = " or ".join(filter(experiment.measures_noise, RULES))
         raise ValueError(f"--until progress needs {needs} among the rules, got {text!r}")
     return rules
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from variable_batch_size.plugins import load, registered, summary
+from variable_batch_size.stability import NOTE
 from variable_batch_size.version import __version__
 
 COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and run_COMMAND(options), and what it does
@@ -36,6 +37,7 @@ NOTES = """\
 Counts may end in K, M, B or T (thousand, million, billion, trillion).
 Exit codes: 0 success; 1 a file or value was rejected or a run failed, with the reason on standard error;
 2 invalid command line; 130 a comparison or recommendation was interrupted.
+Options and written files stay as they are within a minor version, except those of experimental commands.
 """
 
 
@@ -64,11 +66,14 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"variable_batch_size {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     requested = arguments[0] if arguments else ""
-    others = registered("commands") if requested not in COMMANDS else ()
-    for name in [*COMMANDS, *others]:
+    others = () if requested in COMMANDS else registered("commands")
+    for name in [*COMMANDS, *([requested] if requested in others else others)]:
         if (help := _help_of(name)) is None:
             continue
-        command = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", **format)
+        description = f"{help[0].upper()}{help[1:]}."
+        if name not in COMMANDS and registered("commands")[name].module.startswith("variable_batch_size.experimental."):
+            help, description = f"experimental: {help}", f"{description} {NOTE}"
+        command = commands.add_parser(name, help=help, description=description, **format)
         if name == requested:
             module = module_of(name)
             getattr(module, f"add_{name}")(command)

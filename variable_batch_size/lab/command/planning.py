@@ -33,13 +33,15 @@ from variable_batch_size.lab.comparison import experiment
 from variable_batch_size.lab.planning import figures, reports
 from variable_batch_size.lab.planning.advise import advice_report, advise, core_numbers
 from variable_batch_size.lab.planning.forecast import RunSoFar, basis_of, forecast, named_policy, with_largest
-from variable_batch_size.lab.planning.plan import RULES, Plan, planned_rules
+from variable_batch_size.lab.planning.plan import RULES as PLANNED_RULES
+from variable_batch_size.lab.planning.plan import Plan, planned_rules
 from variable_batch_size.lab.planning.profile import Measured, Profile
 from variable_batch_size.lab.planning.rental import RENTALS, Prices, Rental
 from variable_batch_size.lab.planning.simulate import Availability, NoiseCurve, NoiseCurves, simulate_with_ends
 from variable_batch_size.policies.builtin import POLICIES
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.policies.throughput import best_split
+from variable_batch_size.rules.registry import RULES, described_names
 from variable_batch_size.schedules.schedule import ON_END, Schedule
 from variable_batch_size.schedules.token_plan import TOO_LONG, TokenPlan, read_lengths
 from variable_batch_size.traces.trace import Trace
@@ -58,8 +60,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--on-end", choices=ON_END, help=help)
     add("--lockstep", action="store_true", help="all cores run equally many minibatches in a step, as with fully_shard")
     add("--tokens-per-sample", type=positive, metavar="T", help="also count tokens: the tokens of a sample")
-    help = f"a rule to show, one of {', '.join(experiment.RULES)}, some with a setting as in legw:5000; may be repeated"
-    add("--rule", action="append", metavar="RULE", help=f"{help} (default: {', '.join(RULES)})")
+    help = f"a rule to show, one of {described_names()}, some with a setting as in legw:5000; may be repeated"
+    add("--rule", action="append", metavar="RULE", help=f"{help} (default: {', '.join(PLANNED_RULES)})")
     help = "the gradient noise scale to assume; adds adascale if no rule measures the noise"
     add("--noise-scale", type=float, metavar="V", help=help)
     help = "batch size of the unscaled learning rate (default: the first batch size)"
@@ -105,7 +107,7 @@ def run_plan(options: argparse.Namespace) -> None:
         given |= {"dataset_size": budget.num_minibatches * budget.tokens, "minibatch_size": budget.tokens}
         given["unit"] = "tokens"
     schedule = Schedule(trace, num_replicas=options.cores, **given)
-    rules = planned_rules(options.rule or list(RULES), noise_scale=options.noise_scale)
+    rules = planned_rules(options.rule or list(PLANNED_RULES), noise_scale=options.noise_scale)
     given = selected(options, "ref_batchsize", "checkpoint_every", "tokens_per_sample")
     plan = Plan.of(schedule, num_epochs=options.epochs, rules=rules, token_plan=budget, **given)
     draw_picture(options, lambda path: figures.plot_plan(plan, schedule, path))
@@ -307,7 +309,7 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("workload", metavar="WORKLOAD", help=help)
-    parser.add_argument("--rule", choices=experiment.RULES, default="adascale", help="the rule (default: adascale)")
+    parser.add_argument("--rule", choices=RULES, default="adascale", help="the rule (default: adascale)")
     parser.add_argument("--datadir", metavar="DIR", help="the directory of mnist")
 
 

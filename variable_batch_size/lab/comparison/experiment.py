@@ -12,7 +12,7 @@ import numpy as np
 from variable_batch_size.files import read_json, write_json
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Policy
-from variable_batch_size.rules.registry import RULES as rules_by_name
+from variable_batch_size.rules.registry import RULES
 from variable_batch_size.schedules.schedule import OnEnd
 from variable_batch_size.traces.generators import spot_market
 from variable_batch_size.traces.trace import Trace
@@ -23,8 +23,11 @@ UNTIL = ("samples", "progress")
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 ENDED = (DONE, DIVERGED)
 DEVICES = ("cpu", "cuda", "xla")
-RULES = tuple(rules_by_name)
-MEASURING_RULES = tuple(name for name in RULES if rules_by_name[name].measures_noise)  # may determine the end of a run
+
+
+def measures_noise(rule: str) -> bool:
+    """Whether a rule, by its name, measures noise: its progress may then determine the end of a run."""
+    return RULES[rule.partition(":")[0]].measures_noise
 
 
 @dataclass(frozen=True, order=True)
@@ -69,9 +72,9 @@ class Settings:
 
     def leader(self, run: Run, rules: Sequence[str]) -> Run | None:
         """The run that determines another run's number of updates: that of AdaScale, if its progress ends the runs."""
-        if self.until != "progress" or run.trace == REFERENCE or run.rule in MEASURING_RULES:
+        if self.until != "progress" or run.trace == REFERENCE or measures_noise(run.rule):
             return None
-        return Run(run.trace, next(rule for rule in MEASURING_RULES if rule in rules), run.seed)
+        return Run(run.trace, next(filter(measures_noise, rules)), run.seed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from variable_batch_size.checks import refuse
+from variable_batch_size.checks import check_one_of, refuse
 from variable_batch_size.files import EXECUTED, LOG
 from variable_batch_size.lab.planning.profile import EXTRAPOLATED, Measured, Profile, t_quantile
 from variable_batch_size.lab.planning.rental import RENTALS, Rental
@@ -259,8 +259,10 @@ def basis_of(run: RunSoFar) -> str:
 
 def named_policy(text: str) -> Policy | Rental:
     """A policy or rental from text, as for ``vbs simulate``."""
-    named: dict[str, Callable[..., Policy | Rental]] = {**POLICIES, **RENTALS}
-    return parse_policy(text) if text.isdecimal() else parse_named(text, named)
+    name = text.partition(":")[0]
+    if not text.isdecimal():
+        check_one_of([*POLICIES, *RENTALS], policy=name)
+    return parse_named(text, RENTALS) if name in RENTALS else parse_policy(text)
 
 
 def _rest(
