@@ -17,9 +17,9 @@ FOR_DEMO := $(if $(SETS_UP),$(VENV)/.demo,complete)
 FOR_ALL := $(if $(SETS_UP),$(VENV)/.test,complete)
 
 # all processes of the tests read bytecode that the first one has written, instead of compiling the sources again
-test check soak: export PYTHONDONTWRITEBYTECODE :=
+test test-core check soak: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test style lint docs browser bench tpu torchtpu soak mutants clean complete
+.PHONY: demo check test test-core style lint docs browser bench tpu torchtpu soak mutants clean complete
 
 # the number of cores of the demo, as in make demo CORES=2; an environment variable is ignored
 CORES =
@@ -28,11 +28,17 @@ demo: $(FOR_DEMO)
 	$(BIN)/python examples/demo.py $(CORES)
 
 # more workers than cores: some wait for other processes; types are checked by a test, as mypy alone uses one core
+PYTEST = $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 test: style browser
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# the library alone, XLA included, without the lab and what is experimental
+test-core: style
+	$(PYTEST) -m 'not browser' $(addprefix test/,traces rules schedules policies cores data optim runs integrations promises) \
+		test/test_layers.py test/test_mistakes.py test/test_frozen.py test/test_plugins.py test/test_typing.py
 
 # quick check, in two minutes: tests that need no other process
-CHECKED = $(addprefix test/,traces rules schedules policies planning test_layers.py)
+CHECKED = $(addprefix test/,traces rules schedules policies lab/planning test_layers.py test_frozen.py)
 check: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not xla and not browser' $(CHECKED)
 
@@ -78,7 +84,7 @@ bench: $(FOR_ALL) .peers
 NO_WHEEL = @echo "$(1) has no wheel for $(shell uname -s) on $(shell uname -m): its tests did not run"
 tpu: EXTRAS = test
 tpu: $(if $(XLA),$(FOR_ALL) .venv-tpu/.done)
-	$(if $(XLA),$(BIN)/python -m pytest -m tpu_compiler test/planning,$(call NO_WHEEL,libtpu))
+	$(if $(XLA),$(BIN)/python -m pytest -m tpu_compiler test/experimental/tpu,$(call NO_WHEEL,libtpu))
 
 torchtpu: $(if $(XLA),.venv-torchtpu/.done)
 	$(if $(XLA),TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-torchtpu/bin/python -m pytest -m torch_tpu test/torchtpu,$(call NO_WHEEL,torch_tpu))
