@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import logging
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -42,7 +43,7 @@ def _signature(thing):
     except (TypeError, ValueError):
         return ""
     plain = [value.replace(annotation=value.empty) for value in signature.parameters.values()]
-    return str(inspect.Signature(plain))
+    return re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(inspect.Signature(plain)))
 
 
 def _members(kind):
