@@ -32,7 +32,7 @@ LAYERS |= {
     "lab/planning": {"rules", "traces", "policies", "schedules"},
     "lab/comparison": {*LAYERS["runs"], "rules", "runs", "lab/planning"},
     "lab/watch": {"runs"},
-    "lab/command": {"traces", "policies", "schedules", "lab/planning", "lab/comparison", "lab/watch"},
+    "lab/command": {"traces", "rules", "policies", "schedules", "lab/planning", "lab/comparison", "lab/watch"},
     "experimental/cluster": {"policies", "lab/planning", "lab/command"},
     "experimental/recommend": {
         "traces",
