@@ -102,6 +102,11 @@ def in_the_place_of_a_directory():
     saved()
 
 
+def in_the_place_of_its_directory():
+    saved()
+    saved("run/step-000000003.pt")
+
+
 def command(line):
     """Run a command, and raise what it prints as an error."""
     Path("devices.csv").write_text("time,devices\n0,4\n60,8\n")
@@ -244,6 +249,15 @@ MISTAKES = {
         lambda: vbs.CustomSampler(WeightedRandomSampler([1.0] * 96, 96), 16, minibatch_size=8),
         "`dataset` must be a data set, got WeightedRandomSampler, whose samples and order would be ignored",
     ),
+    "a dict of tensors": (
+        lambda: vbs.DataLoader({"x": DATA.tensors[0]}, 16, minibatch_size=8),
+        "got dict with the keys 'x': pass a TensorDataset of its tensors, or one of its values",
+    ),
+    "an evaluation of a loader": (
+        lambda: vbs.EvaluationLoader(torch.utils.data.DataLoader(DATA), minibatch_size=8),
+        "`dataset` must be a data set, got DataLoader, whose samples and order would be ignored",
+    ),
+    "shuffle as text": (lambda: loader(shuffle="no"), "`shuffle` must be True or False, got 'no'"),
     "batch_size of a loader": (
         lambda: loader(batch_size=8),
         "`batch_size` must not be given: `trace` and `minibatch_size` determine",
@@ -380,7 +394,18 @@ MISTAKES = {
     ),
     "an unknown change": (lambda: saved(allow_changes={"traces"}), "got 'traces' (did you mean 'trace'?)"),
     "truncated files": (truncated, "no older checkpoint is left: move step-000000003.pt, step-000000002.pt away"),
-    "a file as directory": (in_the_place_of_a_directory, "`directory` must be writable, got run: "),
+    "a file as directory": (
+        in_the_place_of_a_directory,
+        "`directory` must be a directory, got run, but run is a file: pass another place",
+    ),
+    "a checkpoint as directory": (
+        in_the_place_of_its_directory,
+        "step-000000003.pt is a file: pass another place, or the directory that it is in",
+    ),
+    "a number as directory": (
+        lambda: saved(5),
+        "`directory` must be a path, a URL, or None to save nothing, got 5",
+    ),
     "a checkpoint of another model": (lambda: vbs.Checkpoint("run", model=model(), optimizer=optimizer()), AS_MODEL),
     "a checkpoint of torch's optimizer": (
         lambda: vbs.Checkpoint("run", model=model(), optimizer=sgd()),

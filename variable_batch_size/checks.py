@@ -27,15 +27,16 @@ def check_positive(**values: Any) -> None:
 
 
 def check_positive_number(**values: Any) -> None:
-    _check(values, "a positive number", lambda value: _is_number(value) and 0 < value < math.inf)
+    _check(values, "a positive number", lambda value: is_number(value) and 0 < value < math.inf)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is an int, a float or a number of numpy, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_not_negative_number(**values: Any) -> None:
-    _check(values, "a non-negative number", lambda value: 0 <= value < math.inf)
+    _check(values, "a non-negative number", lambda value: is_number(value) and 0 <= value < math.inf)
 
 
 def check_not_negative(**values: Any) -> None:
@@ -44,6 +45,10 @@ def check_not_negative(**values: Any) -> None:
 
 def check_within(largest: int, **values: Any) -> None:
     _check(values, f"an integer from 0 to {largest}", lambda value: is_integer(value) and 0 <= value <= largest)
+
+
+def check_flag(**values: Any) -> None:
+    _check(values, "True or False", lambda value: isinstance(value, bool))
 
 
 def check_one_of(choices: Iterable[str], **values: Any) -> None:

@@ -133,9 +133,17 @@ def test_other_files_are_not_touched_and_leftovers_of_a_crash_are_removed(tmp_pa
 
 
 def test_unwritable_directory_raises_at_the_start(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"`directory` must be writable, got .*file/runs"):
-        make(tmp_path / "file" / "runs")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"`directory` must be writable, got .*link/runs"):
+        make(tmp_path / "link" / "runs")
+
+
+@pytest.mark.parametrize("name", ["run.lock", "executed.csv", "assigned.csv", "decisions.jsonl"])
+def test_a_directory_in_the_place_of_a_file_raises_at_the_start(tmp_path, name):
+    (tmp_path / name).mkdir()
+    message = f"{tmp_path / name} must be a file of the run, got a directory: remove it"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make(tmp_path)
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):

@@ -71,11 +71,19 @@ def test_leftovers_of_a_crash_are_removed(tmp_path):
 
 
 def test_directory_that_cannot_be_created_is_named_with_the_reason(tmp_path):
-    touch(tmp_path, "file")
-    message = f"`directory` must be writable, got {tmp_path / 'file'}: [Errno 17] File exists"
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    message = f"`directory` must be writable, got {tmp_path / 'link'}: [Errno 17] File exists"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
-        state_file.prepare(tmp_path / "file")
+        state_file.prepare(tmp_path / "link")
     assert isinstance(caught.value.__cause__, FileExistsError)
+
+
+@pytest.mark.parametrize("name", ["file", "file/run", "file/a/b"])
+def test_directory_in_the_place_of_a_file_is_refused(tmp_path, name):
+    touch(tmp_path, "file")
+    message = f"`directory` must be a directory, got {tmp_path / name}, but {tmp_path / 'file'} is a file: pass another"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        state_file.prepare(tmp_path / name)
 
 
 def test_latest_checkpoints_are_kept(tmp_path):

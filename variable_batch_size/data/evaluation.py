@@ -1,13 +1,14 @@
 """EvaluationLoader: every sample of a data set once, over all cores."""
 
 import threading
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any
 
 import torch.utils.data
 
-from variable_batch_size.checks import check_positive, check_within
+from variable_batch_size.checks import check_flag, check_positive, check_within
 from variable_batch_size.cores.detect import is_elastic, running_cores
+from variable_batch_size.data.sampler import check_dataset
 
 
 class _Reading(threading.local):
@@ -82,9 +83,9 @@ class EvaluationLoader(torch.utils.data.DataLoader[Any]):
                 )
         if not options.get("in_order", True):
             raise ValueError("`in_order` must be True: the last minibatch may be padding")
-        if not isinstance(dataset, Sized):
-            raise ValueError(f"`dataset` must have a length, got {type(dataset).__name__}")
-        self._size, self._minibatch_size, self._lockstep = len(dataset), minibatch_size, lockstep
+        check_dataset(dataset)
+        check_flag(lockstep=lockstep)
+        self._size, self._minibatch_size, self._lockstep = len(dataset), minibatch_size, lockstep  # type: ignore[arg-type]
         self._cores = (rank, num_replicas, process_group)
         super().__init__(dataset, batch_sampler=_Minibatches(), **options)
         self._assign()

@@ -1,18 +1,26 @@
 """CustomSampler: a schedule as the `batch_sampler` of a DataLoader."""
 
+import itertools
 import logging
 import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch.utils.data
 from torch.utils.data import BatchSampler, Sampler
 
-from variable_batch_size.checks import check_integer, check_one_of, check_positive, check_within, is_integer
+from variable_batch_size.checks import (
+    check_flag,
+    check_integer,
+    check_one_of,
+    check_positive,
+    check_within,
+    is_integer,
+)
 from variable_batch_size.cores.detect import is_elastic, running_cores
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import RunCount
@@ -389,13 +397,10 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             raise ValueError("`trace` must be given: a path, stages such as '0:64 20:128', batch sizes or a policy")
         if (dataset is None) == (dataset_size is None):
             raise ValueError(f"pass either `dataset` or `dataset_size`, got {'neither' if dataset is None else 'both'}")
-        if isinstance(dataset, (torch.utils.data.DataLoader, Sampler)):
-            found = f"{type(dataset).__name__}, whose samples and order would be ignored"
-            advice = "pass the data set that it reads, or use vbs.Stream to keep an order of your own"
-            raise ValueError(f"`dataset` must be a data set, got {found}: {advice}")
+        check_flag(shuffle=shuffle, lockstep=lockstep, verbose=verbose)
         given: Any = dataset_size if dataset is None else dataset
-        if dataset is not None and not isinstance(dataset, Sized) and not is_integer(dataset):
-            _refuse_without_length(dataset)
+        if dataset is not None and not is_integer(dataset):
+            check_dataset(dataset)
         size: int = len(given) if isinstance(given, Sized) else given
         where = (num_replicas, rank, process_group)
         super().__init__(trace, size, minibatch_size, *where, seed, on_end, lockstep, max_minibatch_size)
@@ -627,10 +632,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 raise ValueError(f"`{name}` must not be given: `trace` and `minibatch_size` determine the minibatches")
         if not options.get("in_order", True):
             raise ValueError(_OUT_OF_ORDER)
-        if issubclass(type(dataset), torch.utils.data.IterableDataset) or not isinstance(dataset, Sized):
+        check_dataset(dataset)
+        if issubclass(type(dataset), torch.utils.data.IterableDataset):
             _refuse_without_length(dataset)
         sampler = CustomSampler(
-            dataset,
+            dataset,  # type: ignore[arg-type]
             trace,
             minibatch_size=minibatch_size,
             seed=seed,
@@ -685,6 +691,20 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __repr__(self) -> str:
         return f"<DataLoader of {type(self.dataset).__name__} with {self.sampler!r}>"
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raise unless samples can be read by their numbers."""
+    if isinstance(dataset, (torch.utils.data.DataLoader, Sampler)):
+        found = f"{type(dataset).__name__}, whose samples and order would be ignored"
+        advice = "pass the data set that it reads, or use vbs.Stream to keep an order of your own"
+        raise ValueError(f"`dataset` must be a data set, got {found}: {advice}")
+    if not isinstance(dataset, Sized):
+        _refuse_without_length(dataset)
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        found = f"{type(dataset).__name__} with the keys {', '.join(map(repr, itertools.islice(dataset, 3)))}"
+        advice = "pass a TensorDataset of its tensors, or one of its values"
+        raise ValueError(f"`dataset` must have samples with the indices 0, 1, 2 …, got {found}: {advice}")
 
 
 def _refuse_without_length(dataset: Any) -> NoReturn:

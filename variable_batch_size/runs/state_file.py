@@ -81,6 +81,10 @@ def steps_of(path: Path) -> int:
 
 def prepare(directory: Path) -> None:
     """Create the directory, check that it is writable, and remove unfinished files left by a crash."""
+    existing = next((place for place in (directory, *directory.parents) if place.exists()), directory)
+    if existing.is_file():
+        advice = "pass another place, or the directory that it is in"
+        raise ValueError(f"`directory` must be a directory, got {directory}, but {existing} is a file: {advice}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(f"*{TEMPORARY}"):

@@ -207,6 +207,8 @@ class CheckpointStore:
         asynchronous: bool,
     ) -> None:
         check_one_of(get_args(Format), format=format)
+        if not isinstance(directory, str | os.PathLike):
+            raise ValueError(f"`directory` must be a path, a URL, or None to save nothing, got {directory!r}")
         self._remote = RemoteDirectory(str(directory)) if is_url(directory) else None
         # the local directory of the files, which may be uploaded, and the directory as the user has passed it
         self.folder = local_path(directory) if self._remote is None else self._remote.folder
@@ -232,8 +234,12 @@ class CheckpointStore:
         sharded_state.try_out_optimizer(optimizer)
 
     def _prepare(self) -> None:
-        if self._is_first:
-            state_file.prepare(self.folder) if self._remote is None else self._remote.check_writable()
+        if not self._is_first:
+            return
+        for name in (LOCK, EXECUTED, ASSIGNED, DECISIONS):
+            if (self.folder / name).is_dir():
+                raise ValueError(f"{self.folder / name} must be a file of the run, got a directory: remove it")
+        state_file.prepare(self.folder) if self._remote is None else self._remote.check_writable()
 
     def acquire(self) -> None:
         """Start writing; raises if another run is writing. Called on rank 0."""

@@ -242,7 +242,7 @@ def test_jobs_stay_where_they_are_unless_others_would_not_fit():
             lambda: check_fits([Job(name="a", speeds=(1,) * 9, min_cores=9)], [4, 4]),
             "at least 9 cores, but the pool has 8 cores on 2 nodes",
         ),
-        (lambda: allocate([], [2], power=1.5), "`power` must be from -10 to 1, got 1.5"),
+        (lambda: allocate([], [2], power=1.5), "`power` must be a number from -10 to 1, got 1.5"),
         (lambda: allocate([Job(name="a", speeds=(1,))] * 2, [2]), "jobs must have different names, got 'a' twice"),
         (lambda: Job(name="a", speeds=(0.0, 0.0)), "job a: `speeds` must be non-negative and not all 0"),
         (lambda: Job(name="a", speeds=(1.0,), min_cores=2), "job a: `min_cores` must be at most 1, got 2"),

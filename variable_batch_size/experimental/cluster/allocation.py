@@ -25,7 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from variable_batch_size.checks import check_not_negative_number, check_positive, check_positive_number, import_extra
+from variable_batch_size.checks import (
+    check_not_negative_number,
+    check_positive,
+    check_positive_number,
+    import_extra,
+    is_number,
+)
 
 Placement = Mapping[int, int]  # the cores of a job on each node
 _MOST_EXACT = 100  # jobs in an integer program
@@ -179,8 +185,8 @@ def allocate(
 
 def check_power(power: float) -> None:
     """ValueError for a power of speed-ups that is out of range."""
-    if not _LEAST_POWER <= power <= 1:
-        raise ValueError(f"`power` must be from {_LEAST_POWER} to 1, got {power!r}")
+    if not (is_number(power) and _LEAST_POWER <= power <= 1):
+        raise ValueError(f"`power` must be a number from {_LEAST_POWER} to 1, got {power!r}")
 
 
 def _worth(job: Job, options: list[_Option], share: float, power: float, horizon: float) -> list[_Option]:

@@ -141,10 +141,10 @@ def _check_pool(pool: PoolSpec, place: str) -> None:
         )
         check_positive(failures=pool.failures, max_nodes=pool.max_nodes)
         check_power(pool.power)
-        if not isinstance(pool.request_nodes, bool):
+        if not isinstance(pool.request_nodes, bool):  # in the words of TOML
             raise ValueError(f"`request_nodes` must be true or false, got {pool.request_nodes!r}")
         prices = {key: getattr(pool, key) for key in ("price_per_core_hour", "worth_per_core_hour")}
-        if set(prices.values()) != {None}:
+        if any(price is not None for price in prices.values()):
             check_positive_number(**prices)
 
 
