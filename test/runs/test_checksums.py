@@ -2,12 +2,14 @@
 
 import zipfile
 from collections import OrderedDict
+from contextlib import nullcontext
+from zipfile import BadZipFile
 
 import pytest
 import torch
 
 from variable_batch_size.runs import state_file
-from variable_batch_size.runs.checksums import DamagedFileError, SummedFiles, checksum_of
+from variable_batch_size.runs.checksums import CheckedFile, DamagedFileError, SummedFiles, checksum_of
 
 STATE = {
     "model": OrderedDict(weight=torch.arange(12.0).view(3, 4), bias=torch.ones(4, dtype=torch.float64)),
@@ -119,8 +121,16 @@ def test_contents_are_read_once(whole, tmp_path, monkeypatch):
         zipfile.ZipFile, "read", lambda self, record: sizes.append(record.filename) or read(self, record)
     )
     state_file.load(path)
-    assert [name for name in sizes if "/data/" in name] == []
+    assert [name for name in sizes if "/data/" in name] == ["archive/data/2"]  # which is empty
     assert "archive/data.pkl" in sizes
+
+
+def test_contents_that_were_not_read_in_one_piece_are_compared_too(whole, tmp_path):
+    path, place = tmp_path / "file.pt", whole.index(STATE["model"]["weight"].numpy().tobytes())
+    for content in (whole, whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]):
+        path.write_bytes(content)
+        with open(path, "rb") as file, nullcontext() if content == whole else pytest.raises(BadZipFile, match="data/0"):
+            CheckedFile(file).finish()
 
 
 def test_checksum_of_a_file_is_that_of_what_was_written_to_it(tmp_path):
