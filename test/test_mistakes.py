@@ -420,6 +420,10 @@ MISTAKES = {
         lambda: optimizer().load_state_dict(sgd().state_dict()),
         "load the state of an optimizer of torch into `optimizer.inner`",
     ),
+    "loss_scale of another library": (
+        lambda: setattr(optimizer(), "loss_scale", 1024.0),
+        "`loss_scale` of the optimizer must not be set, got 1024.0: gradients are divided by the scale of a torch.amp",
+    ),
     # launch
     "a lambda": (
         lambda: vbs.launch(lambda: None, backend="gloo", cores=1),

@@ -495,3 +495,19 @@ def test_a_minibatch_of_fully_shard_must_not_be_left_out(on_cores, calls_scaler)
 def test_different_scales_on_the_ranks_of_fully_shard_raise(on_cores):
     for message in on_cores(2, sharded, 1000, "linear", True):
         assert message.startswith("the scale of GradScaler must be the same on all ranks of a model in fully_shard")
+
+
+def test_the_optimizer_has_no_loss_scale():
+    """Of apex and DeepSpeed: set here, it would change nothing."""
+    model = torch.nn.Linear(2, 1)
+    loader = vbs.DataLoader(torch.ones(8, 2), trace=2, minibatch_size=2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=2, model=model)
+    message = (
+        "^`loss_scale` of the optimizer must not be set, got 128: gradients are divided by the scale of a "
+        r"torch.amp.GradScaler that calls scaler.step\(optimizer\)$"
+    )
+    with pytest.raises(AttributeError, match=message):
+        optimizer.loss_scale = 128
+    assert not hasattr(optimizer, "loss_scale")
+    optimizer.note = "users may set other attributes"

@@ -142,6 +142,7 @@ class Attachments:
         self._parts: list[Any] = []
         self._loaded: list[Mapping[str, Any]] = []  # states of schedulers that are not attached yet
         self._loaded_settings: list[dict[str, Any]] = []  # of the parameter groups, when these were loaded
+        self._loaded_logs: list[Mapping[str, Any]] = []  # states of logs, which may be attached later
 
     def add(self, part: Any, optimizer: Any, *, per: Per, every: float | None) -> None:
         """Attach a scheduler, which continues from its loaded state if there is one, or another part."""
@@ -154,6 +155,7 @@ class Attachments:
             if _has_epochs(part) and any(map(_has_epochs, self._parts)):
                 raise ValueError(f"another {type(part).__name__} is attached already, and a run has one position")
             part.on_attach(optimizer)
+            self._load_log(part)
             self._parts.append(part)
             self._parts.sort(key=_has_epochs)  # a checkpoint saves what the others have done
         else:
@@ -187,6 +189,7 @@ class Attachments:
         if self._loaded:
             names = ", ".join(saved["kind"] for saved in self._loaded)
             raise RuntimeError(f"the loaded state has a scheduler that was attached ({names}): attach it again first")
+        self._loaded_logs = []  # of logs that this run does not have
         for checkpoint in filter(_has_epochs, self._parts):
             checkpoint.check_attached(self.schedulers)
 
@@ -241,6 +244,23 @@ class Attachments:
         self._loaded = list(saved[len(self._followers) :])
         self._loaded_settings = [{name: value for name, value in one.items() if name != "params"} for one in groups]
 
+    def state_of_logs(self) -> list[dict[str, Any]]:
+        """What attached logs have summed since their last records, over all cores. Every core must call it."""
+        return [{"every": part.every, "state": part.state_dict()} for part in filter(_is_log, self._parts)]
+
+    def load_state_of_logs(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Load the states of logs that are attached, or will be before the next minibatch."""
+        self._loaded_logs = list(saved)
+        for part in self._parts:
+            self._load_log(part)
+
+    def _load_log(self, part: Any) -> None:
+        """Load the first state of a log that makes a record as often as this one, if it is one."""
+        saved = next((one for one in self._loaded_logs if _is_log(part) and one["every"] == part.every), None)
+        if saved is not None:
+            self._loaded_logs.remove(saved)
+            part.load_state_dict(saved["state"])
+
     @property
     def schedulers(self) -> list[LRScheduler]:
         """The attached schedulers."""
@@ -249,6 +269,10 @@ class Attachments:
 
 def _has_epochs(part: Any) -> bool:
     return hasattr(part, "epochs")
+
+
+def _is_log(part: Any) -> bool:
+    return hasattr(part, "load_state_dict") and hasattr(part, "every")
 
 
 def _load(follower: Follower, saved: Mapping[str, Any]) -> None:

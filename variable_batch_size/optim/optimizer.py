@@ -3,9 +3,9 @@
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypedDict, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import torch
 from torch.utils.data import DataLoader
@@ -830,6 +830,14 @@ class CustomOptimizer(OptimizerProxy):
         check_positive(every=every)
         self._norm_every.add(every)
 
+    def state_of_logs(self) -> list[dict[str, Any]]:
+        """The state of the logs that are attached, for a checkpoint. Every core must call it."""
+        return self._attachments.state_of_logs()
+
+    def load_state_of_logs(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Load the result of :meth:`state_of_logs`; a log may be attached after that."""
+        self._attachments.load_state_of_logs(saved)
+
     def on_decision(self, listener: Callable[[Record], Any]) -> None:
         """Call a function with the record of every decision of the policy, if the schedule has one."""
         if self._driver is not None:
@@ -848,6 +856,13 @@ class CustomOptimizer(OptimizerProxy):
         """Report to the policy the loss that a log has recorded."""
         if self._driver is not None:
             self._driver.loss = loss
+
+    def _refuse_loss_scale(self, value: object) -> NoReturn:
+        advice = "gradients are divided by the scale of a torch.amp.GradScaler that calls scaler.step(optimizer)"
+        raise AttributeError(f"`loss_scale` of the optimizer must not be set, got {value!r}: {advice}")
+
+    # of the optimizers of apex and DeepSpeed, which divide gradients by it; it cannot be read, so hasattr() is False
+    loss_scale = property(None, _refuse_loss_scale)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, on all cores; their values are those of core 0, and they have no gradient.

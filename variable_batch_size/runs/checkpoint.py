@@ -321,6 +321,7 @@ class Checkpoint:
             "changes": self._changes,
             "random": random,
             "metrics": [metrics.read() for metrics in self._metrics],
+            "logs": self._optimizer.state_of_logs(),
         }
         self._take_shares(past.num_rows)
         self._store.save(state, when_done=lambda: self._append_rows(steps_of_epochs, past.num_rows))
@@ -507,6 +508,7 @@ class Checkpoint:
         load_schedulers(self._schedulers, state["schedulers"])
         for metrics, sums in zip(self._metrics, state["metrics"], strict=True):
             metrics.restore(sums)
+        self._optimizer.load_state_of_logs(state.get("logs", ()))  # an earlier version saved none
         self._epoch, self._first_step, self._steps_of_epochs = position
         self._changes = [(steps, text) for steps, text in state["changes"]]
         rank, changed = self._communicator.rank, "; ".join(differences(state["run"], self._fingerprint))

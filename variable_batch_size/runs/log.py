@@ -231,27 +231,53 @@ class Log(AbstractContextManager["Log"]):
         self._num_core_steps += cores
         self._num_idle += max(0, cores - num_minibatches) if self._is_known else not own
 
-    @torch.no_grad()
     def _add_losses(self) -> None:
-        """Add the losses of single minibatches to their sum, always the same number of them, as a single XLA graph.
+        """Add the losses of single minibatches to their sum."""
+        self._loss, self._losses = self._sum_of_losses(), self._losses[_LOSSES_AT_ONCE:]
+
+    @torch.no_grad()
+    def _sum_of_losses(self) -> torch.Tensor:
+        """The sum with the losses of single minibatches, always the same number of them, as a single XLA graph.
 
         It is a separate graph because cores have different numbers of minibatches, but must run the same graph where
         they communicate.
         """
         losses = [*self._losses, *self._zeros[len(self._losses) :]][:_LOSSES_AT_ONCE]
-        self._loss = self._loss + torch.stack([loss.float() for loss in losses]).sum()
-        self._losses = self._losses[_LOSSES_AT_ONCE:]
+        loss = self._loss + torch.stack([loss.float() for loss in losses]).sum()
         self._communicator.flush()
+        return loss
+
+    def state_dict(self) -> dict[str, float]:
+        """The sums over all cores since the last record; empty if there was no step. Every core must call it."""
+        if not self._num_core_steps:
+            return {}
+        loss, _, *of_cores, cores, weight = self._totals()
+        return {
+            "loss": loss if self._optimizer.minibatch_weights.is_weighted else loss * self._schedule.minibatch_size,
+            "weight": weight - self._weight_seen,
+            "samples": self._num_samples,
+            "idle": sum(of_cores[:cores]) if of_cores else self._num_idle,
+            "core_steps": self._num_core_steps,
+            "seconds": time.monotonic() - self._started_at,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from the sums of a run that was saved on any number of cores, before the first step."""
+        self._restart()
+        if not state:
+            return
+        is_first = self._communicator.rank == 0  # the sums of the others are added to its own
+        weights = self._optimizer.minibatch_weights
+        loss = state["loss"] if weights.is_weighted else state["loss"] / self._schedule.minibatch_size
+        self._loss = torch.tensor(loss if is_first else 0.0).to(self._device)
+        self._weight_seen = weights.since - state["weight"]
+        self._num_samples, self._num_core_steps = int(state["samples"]), int(state["core_steps"])
+        self._num_idle = int(state["idle"]) if is_first or self._is_known else 0
+        self._started_at -= state["seconds"]
 
     def _write_step(self) -> None:
         optimizer = self._optimizer
-        norm_here = torch.tensor(math.nan) if optimizer.gradient_norm is None else optimizer.gradient_norm
-        self._add_losses()
-        # the norm is the same on all cores: summed with the loss, it needs no collective of its own
-        numbers = [self._loss, norm_here.float().to(self._device)]
-        if not self._is_known:
-            numbers.append(self._own_share())
-        loss, norm, *of_cores, cores, weight = self._total(numbers)
+        loss, norm, *of_cores, cores, weight = self._totals()
         seconds = time.monotonic() - self._started_at
         record = {
             **self._position(optimizer.minibatch_weights.before + weight),
@@ -275,6 +301,15 @@ class Log(AbstractContextManager["Log"]):
         record |= {"late_gain": 1} if optimizer.description.get("gain") == "one step late" else {}
         self._send(record)
         self._restart()
+
+    def _totals(self) -> Any:
+        """The sums over all cores since the last record, and what :meth:`_total` returns after them; waits once."""
+        norm_here = torch.tensor(math.nan) if self._optimizer.gradient_norm is None else self._optimizer.gradient_norm
+        # the norm is the same on all cores: summed with the loss, it needs no collective of its own
+        numbers = [self._sum_of_losses(), norm_here.float().to(self._device)]
+        if not self._is_known:
+            numbers.append(self._own_share())
+        return self._total(numbers)
 
     def _own_share(self) -> torch.Tensor:
         """Since the last record: the idle steps, the minibatches and their seconds, in this core's places in tables."""
