@@ -106,7 +106,9 @@ TABLE = {
     },
     "optim/buffers.py": {"_buffers", "_version"},  # the owner of a buffer, and whether it was written to
     "optim/gradients/accumulator.py": {"_foreach_div"},
-    "optim/gradients/buckets.py": {"_foreach_add_", "_foreach_copy_", "_foreach_mul"},  # one kernel for many tensors
+    "optim/gradients/buckets.py": {  # one kernel for many tensors
+        *("_foreach_add_", "_foreach_copy_", "_foreach_mul", "_foreach_mul_"),
+    },
     "optim/gradients/fixed_point.py": {"_foreach_add_", "_foreach_copy_", "_foreach_norm", "_foreach_sub_"},
     "optim/gradients/gradient_buckets.py": {
         *("_C", "_cdata", "_storage_Use_Count", "_version", "getrefcount"),  # whether a gradient is still referenced

@@ -37,7 +37,7 @@ _MAX_DRIFT = 1e-4  # of weights between ranks; processors of different kinds may
 
 _params_of = itemgetter("params")  # of a parameter group
 
-_EPS = 1e-6  # added to a norm before it divides, as in torch.nn.utils.clip_grad_norm_
+EPS = 1e-6  # added to a norm before it divides, as in torch.nn.utils.clip_grad_norm_
 
 
 class Counts(NamedTuple):
@@ -161,7 +161,7 @@ class StepGradient:
         self._accumulator._clip_(limit, self)
 
     def clip_factor(self, limit: float) -> torch.Tensor:
-        return (limit / (self.norm() * self._multiple + _EPS)).clamp(max=1.0)
+        return (limit / (self.norm() * self._multiple + EPS)).clamp(max=1.0)
 
 
 class GradientAccumulator(ABC):
@@ -415,9 +415,9 @@ class GradientAccumulator(ABC):
     def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
         return self.divisors.get(p)  # type: ignore[union-attr]
 
+    @abstractmethod
     def _clip_(self, limit: float, gradient: StepGradient) -> None:
         """Scale ``p.grad`` so that its norm over all parameters is at most `limit`."""
-        torch.nn.utils.clip_grad_norm_([p for p in self._parameters() if p.grad is not None], limit)
 
     def _check_weights(self, num_weighted: torch.Tensor, ranks: int) -> None:
         """Raise if some ranks pass weights and others do not. In the first step only, as it waits for the device."""

@@ -12,6 +12,7 @@ from variable_batch_size.cores.communicator import Communicator, Ranks
 from variable_batch_size.cores.dtensor import from_local_like, redistribute_like, to_local
 from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.optim.gradients.accumulator import (
+    EPS,
     NUM_COUNTS,
     NUM_DIGEST,
     UNWEIGHTED,
@@ -348,10 +349,18 @@ class BucketAccumulator(GradientAccumulator):
         self._agreed = -1, [], 1  # other ranks may have frozen or unfrozen parameters: any layout is a new one
 
     def _clip_(self, limit: float, gradient: StepGradient) -> None:
-        if self._has_sums and self._model_parallel is None and not self._buckets.is_narrow:  # torch's norm overflows
-            super()._clip_(limit, gradient)
-        else:
+        gradients = self._gradients()
+        if not gradients or not self._has_sums or self._model_parallel is not None or self._buckets.is_narrow:
             self._scale_single(gradient.clip_factor(limit))
+            return
+        # like torch.nn.utils.clip_grad_norm_(), to the bit unless a tensor is large
+        norm = torch.linalg.vector_norm(torch.stack(norms_of(gradients, like=gradients[0])))
+        factor = (limit / (norm + EPS)).clamp(max=1.0)
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for one in gradients:
+            by_device.setdefault(one.device, []).append(one)
+        for device, some in by_device.items():
+            torch._foreach_mul_(some, factor.to(device))
 
     def _scale_single(self, factor: Weight) -> None:
         """Scale ``p.grad`` out of place, as the user may hold the tensors of a single minibatch."""

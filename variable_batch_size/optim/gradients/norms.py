@@ -14,6 +14,13 @@ _FOREACH = {*_EXACT}
 if "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema):  # older versions compute in the tensors' dtype only
     _FOREACH |= {torch.bfloat16, torch.float16}
 
+# A CPU adds the squares of all elements up in 16 float32 numbers or fewer. Measured with normally distributed elements,
+# torch 2.9, AVX-512: the squared norm is too small by 1e-6 at 2¹⁷ elements, 2e-5 at 2²⁰, 3e-3 at 25 million, and
+# G² = T − V/B may be a hundredth of it. By rows: 1e-8, 3e-7 in bfloat16, in 1.05 times the time at 25 million. The
+# operations for rows take 20 µs, so smaller tensors are measured at once. On a GPU, each thread adds up few elements.
+_MOST_AT_ONCE = 2**17
+_ROW = 2**11
+
 _kind_of = attrgetter("dtype", "layout", "device")
 
 
@@ -55,7 +62,8 @@ def norms_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> list[torch.T
     """The norm of each of several tensors, on the device of `like` and in float32 at least."""
     kinds = set(map(_kind_of, tensors))
     dtype, layout, device = kinds.pop() if len(kinds) == 1 else (None, None, None)
-    if dtype in _FOREACH and layout is torch.strided:  # one kernel, which is much faster on a GPU
+    is_small = device is not None and (device.type != "cpu" or max(map(torch.numel, tensors)) <= _MOST_AT_ONCE)
+    if dtype in _FOREACH and layout is torch.strided and is_small:  # one kernel, which is much faster on a GPU
         norms = torch._foreach_norm(tensors) if dtype in _EXACT else torch._foreach_norm(tensors, dtype=torch.float32)
     else:
         norms = tuple(_norm_of(tensor) for tensor in tensors)
@@ -65,8 +73,24 @@ def norms_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> list[torch.T
 def _norm_of(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.coalesce().values() if tensor.is_sparse else tensor
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-    norm: torch.Tensor = torch.linalg.vector_norm(real, dtype=real.dtype if real.dtype in _EXACT else torch.float32)
+    dtype = real.dtype if real.dtype in _EXACT else torch.float32
+    norm: torch.Tensor
+    if real.device.type == "cpu" and real.numel() > _MOST_AT_ONCE and dtype is torch.float32:
+        norms = torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=dtype) for rows in _rows(real)])
+        norm = torch.linalg.vector_norm(norms, dtype=torch.float64).to(dtype)
+    else:
+        norm = torch.linalg.vector_norm(real, dtype=dtype)
     return norm
+
+
+def _rows(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The elements in rows, and those that are left in another; a copy only if they are not dense in memory."""
+    if not tensor.is_contiguous():  # such as channels-last
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    flat = tensor.reshape(-1)
+    rest = flat.numel() % _ROW
+    rows = flat.unfold(0, _ROW, _ROW)
+    return [rows, flat[-rest:].view(1, -1)] if rest else [rows]
 
 
 def sharded_squared_norms(

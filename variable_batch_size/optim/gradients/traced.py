@@ -302,6 +302,9 @@ class TracedAccumulator(GradientAccumulator):
         self._infinities.pop(p, None)
         return divisor
 
+    def _clip_(self, limit: float, gradient: StepGradient) -> None:
+        torch.nn.utils.clip_grad_norm_([p for p in self._parameters() if p.grad is not None], limit)
+
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         return self._squared_norms([gradients])[0]
 
