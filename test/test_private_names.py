@@ -121,10 +121,7 @@ TABLE = {
     },
     "optim/loss_scale.py": {"_foreach_mul_"},
     "optim/module_hooks.py": {"_forward_pre_hooks"},  # to replace the hook of an earlier optimizer
-    "optim/norm_layers.py": {
-        "_forward_hooks",  # likewise
-        *("_C", "_current_graph_task_id"),  # whether a forward pass is repeated within a backward pass
-    },
+    "optim/norm_layers.py": {"_forward_hooks"},  # likewise
     "optim/lr_scheduler.py": {"_last_lr", "_milestones", "_schedulers"},  # schedulers composed of others
     "optim/optimizer.py": {
         # hooks of a step() that torch does not wrap; GradScaler reads the last one

@@ -328,14 +328,74 @@ def test_samples_are_scaled_as_the_gradients_are_before_a_step(change, num_minib
     assert layers_of(optimizer).square_norm == pytest.approx(expected.square_norm, rel=1e-4)
 
 
-def test_second_backward_pass_through_a_layer_is_refused():
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_second_backward_pass_through_a_layer_is_refused(compiled):
     model = network()
     _, optimizer = make(model)
     optimizer.set_epoch(0)
-    loss = loss_of(model, X[:MINIBATCH], Y[:MINIBATCH])
-    loss.backward(retain_graph=True)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    loss_of(run, X[:MINIBATCH], Y[:MINIBATCH]).backward()
+    loss = loss_of(run, X[:MINIBATCH], Y[:MINIBATCH])
     with pytest.raises(RuntimeError, match="needs one backward pass through each layer in a minibatch: add"):
         loss.backward()
+
+
+def test_backward_pass_whose_gradients_are_dropped_does_not_count():
+    model = network()
+    sampler, optimizer = make(model)
+    optimizer.set_epoch(0)
+    indices = next(iter(sampler))
+    loss_of(model, X[:MINIBATCH], Y[:MINIBATCH]).backward()
+    optimizer.zero_grad()
+    loss_of(model, X[indices], Y[indices]).backward()
+    optimizer.step()
+    model = network()
+    truth = noise_of(sample_gradients(model, indices, norm_parameters(model)), NUM_SAMPLES)
+    assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
+
+
+class Twice(nn.Module):
+    """Applies one of its norm layers twice."""
+
+    def __init__(self, in_between):
+        super().__init__()
+        self.body, self.in_between = network(), in_between
+
+    def forward(self, x):
+        first, norm, act, second, other_norm, last = self.body
+        x = second(act(norm(first(x))))
+        self.in_between()
+        return last(other_norm(norm(x)))
+
+
+class InTwoPasses(nn.Module):
+    """Runs on two views of each sample."""
+
+    def __init__(self, in_between):
+        super().__init__()
+        self.body, self.in_between = network(), in_between
+
+    def forward(self, x):
+        one = self.body(x)
+        self.in_between()
+        return one * self.body(x.flip(1))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # likewise
+@pytest.mark.parametrize("way", ["eager", "one graph", "two graphs"])
+@pytest.mark.parametrize("kind", [Twice, InTwoPasses])
+def test_layer_that_runs_twice_is_measured(kind, way):
+    model = kind(torch._dynamo.graph_break if way == "two graphs" else lambda: None)
+    sampler, optimizer = make(model)
+    run = None if way == "eager" else torch.compile(model, backend="aot_eager", fullgraph=way == "one graph")
+    indices = train(model, sampler, optimizer, num_steps=1, run=run)
+    model = kind(lambda: None)
+    truth = noise_of(sample_gradients(model, indices, norm_parameters(model)), NUM_SAMPLES)
+    found = layers_of(optimizer)
+    assert found.variance == pytest.approx(truth.variance, rel=1e-5)
+    assert found.square_norm == pytest.approx(truth.square_norm, rel=1e-4, abs=1e-6 * truth.variance)
 
 
 def test_layers_that_share_a_weight_do_not_count():
@@ -381,17 +441,37 @@ def test_copies_and_pickles_of_the_model_run():
     assert torch.equal(loaded(X[:3]), same[5](same[4](same[3](same[2](model[1](same[0](X[:MINIBATCH]))))))[:3])
 
 
-def test_second_forward_pass_in_a_minibatch_is_refused():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda parts: pickle.loads(pickle.dumps(parts))])
+def test_copies_of_a_model_with_its_optimizer_measure(copied):
     model = network()
-    _, optimizer = make(model)
+    sampler, optimizer = make(model)
+    other, *parts = copied((model, sampler, optimizer))
+    train(other, *parts, num_steps=1)
+    train(model, sampler, optimizer, num_steps=1)
+    assert layers_of(parts[1]) == layers_of(optimizer)
+
+
+@pytest.mark.parametrize(
+    "shape", [(MINIBATCH, MINIBATCH, WIDTH), (MINIBATCH * LENGTH, WIDTH), (LENGTH, MINIBATCH, WIDTH)]
+)
+def test_samples_that_may_be_positions_are_refused(shape):
+    """As many positions as samples, or each position of each sample, may have either of them first."""
+    model = nn.Sequential(nn.LayerNorm(WIDTH))
+    make(model)
+    with pytest.raises(
+        ValueError, match=r"^`measure_noise='norm layers'` (needs the|cannot tell) 16 samples .* of '0'"
+    ):
+        model(torch.randn(shape))
+
+
+def test_image_as_wide_as_there_are_samples_is_measured():
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Flatten(), nn.Linear(MINIBATCH * MINIBATCH * WIDTH, 3))
+    sampler, optimizer = make(model)
     optimizer.set_epoch(0)
-    next(iter(optimizer.sampler))
-    (loss_of(model, X[:MINIBATCH], Y[:MINIBATCH]) + loss_of(model, X[:MINIBATCH], Y[:MINIBATCH])).backward()
-    message = (
-        r"needs one forward pass of each layer in a minibatch, but '1' ran 2 times: evaluate in torch.no_grad\(\), or"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        optimizer.step()
+    indices = next(iter(sampler))
+    model(torch.randn(MINIBATCH, MINIBATCH, MINIBATCH, WIDTH))[range(MINIBATCH), Y[indices, 0]].mean().backward()
+    optimizer.step()
+    assert layers_of(optimizer).variance > 0
 
 
 def test_activation_checkpointing_is_one_forward_pass():

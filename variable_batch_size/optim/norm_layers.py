@@ -1,18 +1,20 @@
 """NormLayers: per-sample gradients of normalization layers, which fall out of the backward pass.
 
 A normalization layer computes y = x̂·w + b, so the gradients of one sample are the sums over its positions of dy·x̂ and
-of dy. Their squared norms, summed over samples and layers, are returned as the gradient of an additional input, the
-collector: nothing is stored on the way, so that it works in compiled models, too. Together with the norm of the mean
-gradient of w and b they give the noise of these parameters from one minibatch, which predicts that of all parameters
-(Gray et al. 2024, "Normalization layer per-example gradients are sufficient to predict gradient noise scale in
-transformers").
+of dy. They are returned as the gradient of an additional input for each of w and b, its collector, where autograd adds
+those of all uses of the layer, in compiled models, too. Together with the norm of the mean gradient of w and b they
+give the noise of these parameters from one minibatch, which predicts that of all parameters (Gray et al. 2024,
+"Normalization layer per-example gradients are sufficient to predict gradient noise scale in transformers").
 """
 
 import contextlib
 import copy
 import math
+import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ class NormLayers:
 
     RMSNorm is any layer with a weight whose class name ends in "RMSNorm", and T5's LayerNorm; epsilon is ``eps`` or
     ``variance_epsilon``, by default that of the weight's dtype. The first dimension of the layers' input must be the
-    samples of the minibatch, or samples times positions if there are two dimensions.
+    samples of the minibatch. A layer may run several times, as may the model, with the same sample at each index.
     """
 
     def __init__(
@@ -76,30 +78,37 @@ class NormLayers:
         self.num_samples = num_samples  # of the next minibatch
         self.every = every  # steps from one measurement to the next
         self.is_on = True  # whether the next minibatch is measured
-        self._num_uses: dict[str, int] = {}  # of each layer, in forward passes since the latest minibatch
+        self._hooks: list[_Hook] = []
         num_owners = Counter(p for module in model.modules() for p in set(module.parameters(recurse=False)))
         for name, module in model.named_modules():
             found = [p for p in module.parameters(recurse=False) if p in own]
             is_shared = any(num_owners[p] > 1 for p in found)  # then a sample's gradient is the sum over layers
             form = _form_of(module) if found and not is_shared else None
             if form is not None and (type(module).forward in _KNOWN or _has_form(module, form)):
-                _add_hook(module, _Hook(self, name, module, form, own))
+                parts = [part for part in ("weight", "bias") if getattr(module, part, None) in own]
+                self._measure(name, module, form, parts)
                 self.parameters += found
         if not self.parameters:
             problem = f"`measure_noise={MEASURES!r}` needs LayerNorm, RMSNorm or GroupNorm layers with a trained weight"
             raise ValueError(f"{problem} of their own, and the model has none: use minibatches of half the size")
-        self.collector = torch.zeros(2).to(self.parameters[0].device).requires_grad_()
+        self._zero = torch.zeros(1).to(self.parameters[0].device)
+
+    def _measure(self, name: str, module: nn.Module, form: _Form, parts: list[str]) -> None:
+        """Measure a layer, with a hook in place of an earlier optimizer's."""
+        for key, other in list(module._forward_hooks.items()):
+            if isinstance(other, _Hook):
+                del module._forward_hooks[key]
+        self._hooks.append(_Hook(self, name, module, form, parts))
+        module.register_forward_hook(self._hooks[-1], with_kwargs=True)
 
     def expect(self, upcoming: StepPlan | None) -> None:
         """Before each minibatch; None after the last one of an epoch."""
         self.is_on = upcoming is not None and upcoming.step % self.every == 0
-        if upcoming is not None:
-            self.num_samples = upcoming.batch_size // upcoming.num_minibatches
-
-    def note_use(self, name: str) -> None:
-        """A forward pass of a layer, unless it is repeated within a backward pass."""
-        if torch._C._current_graph_task_id() == -1:
-            self._num_uses[name] = self._num_uses.get(name, 0) + 1
+        number = self.num_samples if upcoming is None else upcoming.batch_size // upcoming.num_minibatches
+        if number != self.num_samples:
+            self.num_samples = number
+            for hook in self._hooks:
+                hook.make_collectors()
 
     def take(
         self, plan: StepPlan, *, squared_norm: torch.Tensor | None = None, inverse_scale: torch.Tensor | None = None
@@ -114,73 +123,108 @@ class NormLayers:
                 samples' gradients are multiplied by the same factor.
             inverse_scale: what the samples' gradients are multiplied by, if `squared_norm` is not known.
         """
-        uses, self._num_uses = self._num_uses, {}
-        found, self.collector.grad = self.collector.grad, None
-        several = next((name for name, number in uses.items() if number > 1), None)
-        if several is not None and found is not None:
-            raise RuntimeError(
-                f"`measure_noise={MEASURES!r}` needs one forward pass of each layer in a minibatch, but {several!r} "
-                f"ran {uses[several]} times: evaluate in torch.no_grad(), or use minibatches of half the size"
-            )
-        if found is None or plan.is_padding:
-            return torch.zeros_like(self.collector)[:1]
-        of_samples, of_sum = found[:1], found[1:]
+        found = self._gradients()
+        self.drop()
+        if not found or plan.is_padding:
+            return torch.zeros_like(self._zero)
+        gradients = torch.cat([gradient.to(self._zero.device) for gradient in found], 1)
+        of_samples = gradients.square().sum().view(1) * len(gradients)
         if squared_norm is not None:
+            of_sum = gradients.sum(0).square().sum()
             return of_samples * torch.where(of_sum > 0, squared_norm.to(of_sum) / of_sum, 1.0)
-        return of_samples if inverse_scale is None else of_samples * inverse_scale.to(found.device).square()
+        return of_samples if inverse_scale is None else of_samples * inverse_scale.to(of_samples.device).square()
+
+    def drop(self) -> None:
+        """Drop the samples' gradients of the latest minibatch."""
+        for collector in self._collectors():
+            collector.grad = None
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [collector.grad for collector in self._collectors() if collector.grad is not None]
+
+    def _collectors(self) -> Iterator[torch.Tensor]:
+        return chain.from_iterable(hook.collectors.values() for hook in self._hooks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy of a layer has no hook, until a copy of its optimizer adds one
+        return self.__dict__ | {"_hooks": [hook.layer for hook in self._hooks if hook.layer[1] is not None]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        layers, self._hooks = self._hooks, []
+        for layer in layers:
+            self._measure(*layer)  # type: ignore[misc]
 
 
 class _Hook:
-    """Adds the samples' squared norms of one layer to the gradient of the collector."""
+    """Returns the samples' gradients of one layer as the gradients of its collectors."""
 
-    def __init__(self, owner: NormLayers, name: str, module: nn.Module, form: _Form, own: set[nn.Parameter]) -> None:
+    def __init__(self, owner: NormLayers, name: str, module: nn.Module, form: _Form, parts: list[str]) -> None:
         self._owner, self._name, self._form = owner, name, form
-        self._is_trained = [getattr(module, part, None) in own for part in ("weight", "bias")]
+        self._module = weakref.ref(module)  # which has the hook
+        self._parameters: dict[str, nn.Parameter] = {part: getattr(module, part) for part in parts}
+        self.collectors: dict[str, torch.Tensor] = {}
+        self.make_collectors()
+
+    @property
+    def layer(self) -> tuple[str, nn.Module | None, _Form, list[str]]:
+        """What the hook is made of."""
+        return self._name, self._module(), self._form, list(self._parameters)
+
+    def make_collectors(self) -> None:
+        """One for each parameter, with a row for each sample."""
+        for part, p in self._parameters.items():
+            collector: Any = torch.zeros(self._owner.num_samples, p.numel()).to(p.device).requires_grad_()
+            collector.register_hook(partial(self._check_first, part))
+            self.collectors[part] = collector
+
+    def _check_first(self, part: str, _: torch.Tensor) -> None:
+        """In each backward pass: what an earlier one has left may be that of gradients that were dropped since."""
+        if self.collectors[part].grad is not None:
+            raise RuntimeError(
+                f"`measure_noise={MEASURES!r}` needs one backward pass through each layer in a minibatch: add the "
+                "losses and call backward() on the sum, or use minibatches of half the size"
+            )
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         owner = self._owner
         if not owner.is_on or not torch.is_grad_enabled() or not output.requires_grad:
             return None
-        if not torch.compiler.is_compiling():
-            owner.note_use(self._name)
         x = args[0] if args else next(iter(kwargs.values()))
         samples = owner.num_samples
-        if is_dtensor(x) or not (x.shape[0] == samples or (x.dim() == 2 and x.shape[0] % samples == 0)):
+        if is_dtensor(x) or x.shape[0] != samples:
             raise ValueError(
                 f"`measure_noise={MEASURES!r}` needs the {samples} samples of a minibatch as the first dimension, but "
                 f"the input of {self._name!r} has the shape {tuple(x.shape)}: use minibatches of half the size"
             )
-        weight: Any = module.weight
-        bias: Any = getattr(module, "bias", None)
-        has_weight, has_bias = self._is_trained
-        trained = has_weight and weight.requires_grad, has_bias and bias.requires_grad
-        if not any(trained):
+        kind, shape, _ = self._form
+        if kind != "groups" and x.dim() == 3 and len(shape) == 1 and x.shape[1] == samples:
+            raise ValueError(
+                f"`measure_noise={MEASURES!r}` cannot tell {samples} samples from {samples} positions: the input of "
+                f"{self._name!r} has the shape {tuple(x.shape)}: use another `minibatch_size`"
+            )
+        collectors = [
+            self.collectors[part] if part in self.collectors and getattr(module, part).requires_grad else None
+            for part in ("weight", "bias")
+        ]
+        if all(collector is None for collector in collectors):
             return None
         apply: Any = _Measure.apply
-        return apply(output, x.detach(), owner.collector, samples, *self._form, *trained)
+        return apply(output, x.detach(), *collectors, *self._form)
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")  # it takes the same arguments and returns None
 
 
 class _Measure(torch.autograd.Function):
-    """The identity, whose backward pass returns m·Σ‖g_s‖² and ‖Σ g_s‖² as the gradient of the collector."""
+    """The identity, whose backward pass returns the samples' gradients of weight and bias as those of collectors."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        y: Any,
-        x: Any,
-        collector: Any,
-        samples: int,
-        kind: str,
-        shape: tuple[int, ...],
-        eps: float,
-        has_weight: bool,
-        has_bias: bool,
+        ctx: Any, y: Any, x: Any, of_weight: Any, of_bias: Any, kind: str, shape: tuple[int, ...], eps: float
     ) -> Any:
         ctx.save_for_backward(x)
-        ctx.samples, ctx.form, ctx.trained = samples, (kind, shape, eps), (has_weight, has_bias)
+        ctx.form, ctx.is_measured = (kind, shape, eps), (of_weight is not None, of_bias is not None)
         # not a view, which no layer after it could modify in place
         if torch.compiler.is_compiling():
             return y.clone()  # the compiler fuses it
@@ -190,22 +234,11 @@ class _Measure(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         (x,) = ctx.saved_tensors
-        if not torch.compiler.is_compiling():
-            if hasattr(ctx, "is_done"):
-                raise RuntimeError(
-                    f"`measure_noise={MEASURES!r}` needs one backward pass through each layer in a minibatch: add the "
-                    "losses and call backward() on the sum, or use minibatches of half the size"
-                )
-            ctx.is_done = True
-        has_weight, has_bias = ctx.trained
+        has_weight, has_bias = ctx.is_measured
         dy_wide = dy.float()
-        found = [dy_wide * _normalized(x.float(), ctx.form)] if has_weight else []
-        found += [dy_wide] if has_bias else []
-        # few operations, as the host must stay ahead of the device
-        gradients = torch.cat([_over_positions(one, ctx.form, ctx.samples) for one in found], 1)
-        flat, total = gradients.flatten(), gradients.sum(0)
-        squares = torch.stack([torch.dot(flat, flat) * ctx.samples, torch.dot(total, total)])
-        return dy, None, squares, None, None, None, None, None, None
+        of_weight = _over_positions(dy_wide * _normalized(x.float(), ctx.form), ctx.form) if has_weight else None
+        of_bias = _over_positions(dy_wide, ctx.form) if has_bias else None
+        return dy, None, of_weight, of_bias, None, None, None
 
 
 def _form_of(module: nn.Module) -> _Form | None:
@@ -237,7 +270,7 @@ def _has_form(module: nn.Module, form: _Form) -> bool:
             (gradient,) = torch.autograd.grad(trial(x), [trial.weight.requires_grad_()], dy)
     except Exception:  # another kind of input
         return False
-    expected = _over_positions(dy * _normalized(x, form), form, 2).sum(0)
+    expected = _over_positions(dy * _normalized(x, form), form).sum(0)
     return torch.allclose(gradient.flatten(), expected, rtol=1e-3, atol=1e-4)
 
 
@@ -252,17 +285,9 @@ def _normalized(x: torch.Tensor, form: _Form) -> torch.Tensor:
     return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
-def _over_positions(product: torch.Tensor, form: _Form, samples: int) -> torch.Tensor:
+def _over_positions(product: torch.Tensor, form: _Form) -> torch.Tensor:
     """The sum over the positions of each sample."""
     kind, shape, _ = form
     if kind == "groups":
         return product.flatten(2).sum(2) if product.dim() > 2 else product
-    return product.reshape(samples, -1, math.prod(shape)).sum(1)
-
-
-def _add_hook(module: nn.Module, hook: _Hook) -> None:
-    """Add a hook in place of an earlier optimizer's."""
-    for key, other in list(module._forward_hooks.items()):
-        if isinstance(other, _Hook):
-            del module._forward_hooks[key]
-    module.register_forward_hook(hook, with_kwargs=True)
+    return product.reshape(len(product), -1, math.prod(shape)).sum(1)

@@ -884,6 +884,8 @@ class CustomOptimizer(OptimizerProxy):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that :meth:`step` has not taken, such as those of another loss; ``step()`` leaves none."""
         self._accumulator.zero_grad()
+        if self._accumulator.norm_layers is not None:
+            self._accumulator.norm_layers.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and the position; in the middle of a step, the position before that step."""
