@@ -187,7 +187,6 @@ TYPED_ANY: dict[str, set[str]] = {
 # private names of another module of ours, likewise; test_private_names.py has those of other libraries
 OTHERS_PRIVATE: dict[str, set[str]] = {
     "data/sampler.py": {"_runs", "_follow", "_end_open_epoch"},
-    "integrations/common.py": {"_wrappers"},
     "optim/live_steps.py": {"_wrappers", "_follow_reassigned", "_runs"},
     "optim/loop_checks.py": {"_runs", "_checks"},
     "optim/open_step.py": {"_runs"},

@@ -46,7 +46,8 @@ TABLE = {
         *("_fsdp_flattened", "_PipelineStageBase"),  # FSDP1 and pipelines, to refuse them
         "_join_config",  # whether DDP waits for other ranks in its forward pass, to refuse that
         "_composable",  # where fully_shard was before torch 2.6
-        *("get_objects", "get_referrers"),  # a parameter has no reference to the modules around it
+        *("_composable_state", "_module_state_mapping"),  # torch's list of the modules of fully_shard
+        *("_getframe", "f_back", "f_globals", "f_locals"),  # whether a pipeline or Accelerate calls
         "_clear_cache",  # ZeroRedundancyOptimizer cannot remove a group that was added
     },
     "optim/gradients/fsdp.py": {

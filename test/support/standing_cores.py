@@ -153,7 +153,7 @@ def _work(directory, address, rank, cores):
             except BaseException:
                 outcome = False, traceback.format_exc()
             pipe.send_bytes(pickle.dumps(outcome))
-            # release the models of this job before the next one, which would find their wrappers; a search of all that
+            # release the models of this job before the next one, which would find their shards; a search of all that
             # was imported takes longer than most jobs
             gc.collect(1 if _num_complete_collections() == num_complete else 2)
     finally:

@@ -163,22 +163,16 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
         raise ValueError(f"pass exactly one optimizer of this library to prepare(), got {len(optimizers)}")
     (optimizer,) = optimizers
     _check_accelerator(accelerator, optimizer)
-    # the model first: the optimizer must find its wrappers; with FSDP2, shard() has prepared it
-    is_sharded = accelerator.distributed_type == DistributedType.FSDP
-    ready = [
-        accelerator.prepare(thing) if isinstance(thing, torch.nn.Module) and not is_sharded else thing
-        for thing in objects
-    ]
-    common.find_wrappers_of_framework(optimizer)
     accelerator.register_for_checkpointing(UpdateCountingOptimizer(optimizer))
     if accelerator.scaler is not None:
         ScaledGradients.let_scale(accelerator, optimizer)
-    ready = [_prepared(accelerator, optimizer, thing) for thing in ready]
+    ready = [_prepared(accelerator, optimizer, thing) for thing in objects]
     return ready[0] if len(ready) == 1 else tuple(ready)
 
 
 def _prepared(accelerator: Accelerator, optimizer: CustomOptimizer, thing: Any) -> Any:
-    if thing is optimizer or isinstance(thing, torch.nn.Module):
+    is_sharded = isinstance(thing, torch.nn.Module) and accelerator.distributed_type == DistributedType.FSDP
+    if thing is optimizer or is_sharded:  # by shard()
         return thing
     if isinstance(thing, LRScheduler):
         if all(thing.optimizer is not one for one in optimizer.wrapped()):

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
-from variable_batch_size.cores.detect import communicator_for
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -82,13 +81,6 @@ def check_process(sampler: MinibatchSource, rank: int, num_processes: int, frame
     if (sampler.rank, sampler.num_replicas) != (rank, num_processes):
         found = f"the sampler has rank {sampler.rank} of {sampler.num_replicas}"
         raise ValueError(f"{framework} has rank {rank} of {num_processes}, but {found}: {advice}")
-
-
-def find_wrappers_of_framework(optimizer: CustomOptimizer) -> None:
-    """Find the wrappers that a framework has put around the model since the optimizer was created."""
-    wrappers = optimizer._wrappers
-    wrappers.update(wrappers.parameters)
-    wrappers.disable_ddp_allreduce(communicator_for(wrappers.parameters, optimizer.sampler.process_group))
 
 
 def state_of(optimizer: CustomOptimizer) -> dict[str, Any]:

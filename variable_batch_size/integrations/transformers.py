@@ -349,7 +349,6 @@ class _Position(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._trainer.variable_optimizer is not None
         optimizer = self._optimizer = self._trainer.variable_optimizer
-        common.find_wrappers_of_framework(optimizer)
         if not state.global_step:
             optimizer.set_epoch(0)
         done = self._steps.start + optimizer.epoch_step

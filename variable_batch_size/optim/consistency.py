@@ -13,7 +13,7 @@ from variable_batch_size.cores.detect import ProcessGroups, SpmdHosts, check_joi
 from variable_batch_size.cores.dtensor import dimensions_of, is_dtensor, model_groups, to_local
 from variable_batch_size.data.sampler import Description, MinibatchSource
 from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
-from variable_batch_size.optim.wrappers import Wrappers, forget_partition, is_zero
+from variable_batch_size.optim.wrappers import Wrappers, forget_partition, fsdp_modules, is_zero
 from variable_batch_size.rules.rule import Rule
 
 Tensors = Sequence[torch.Tensor]
@@ -145,7 +145,7 @@ def sync_and_check_ranks(
     if isinstance(everyone, SpmdHosts):
         compare_ranks(facts, everyone, torch.device("cpu"))()
     complete = check_same_on_all_ranks(facts, tensors, communicator)
-    wrappers.disable_ddp_allreduce(communicator)
+    wrappers.disable_ddp_allreduce()
     return complete
 
 
@@ -164,7 +164,7 @@ def sync_added_params(
     if len({*added, *before}) < len(added) + len(before):
         raise ValueError("some parameters appear in more than one parameter group")
     if any(map(is_dtensor, added)):
-        is_fully_sharded = bool(Wrappers(added, wrappers.model).fsdp)
+        is_fully_sharded = bool(fsdp_modules(added))
         if is_fully_sharded != bool(wrappers.fsdp) or not _ranks_of_meshes(added) <= _ranks_of_meshes(before):
             raise ValueError(
                 "added parameters must be sharded over the same processes and in the same way as the others, or not "
@@ -172,7 +172,7 @@ def sync_added_params(
             )
     _broadcast_over_mesh(added, communicator, model_groups(before, group_of(process_group)))
     wrappers.update([*before, *added])
-    wrappers.disable_ddp_allreduce(communicator)
+    wrappers.disable_ddp_allreduce()
 
 
 @contextmanager

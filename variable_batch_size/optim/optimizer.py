@@ -219,7 +219,7 @@ class CustomOptimizer(OptimizerProxy):
         self.restart_seconds: float | None = None  # to save and to resume, measured by a checkpoint
 
     def _init_wrappers(self, model: torch.nn.Module | None) -> None:
-        self._wrappers = Wrappers(self.parameters(), model)
+        self._wrappers = Wrappers(self.parameters(), model, self._communicator)
         if self.sampler.is_elastic:
             refuse_unsupported(self)
         if self._wrappers.fsdp:
@@ -458,7 +458,7 @@ class CustomOptimizer(OptimizerProxy):
         if is_closure:
             self._checks.check_closure()
         if not self._cursor.is_done:  # a core without a minibatch in its first step has no gradient
-            self._wrappers.check_first_minibatch(self, self._communicator)
+            self._wrappers.check_first_minibatch(self)
         self._checks.check_parameters(self._runs)
         self._attachments.check()
         norms = [f"the gradient norm every {every} steps" for every in sorted(self._norm_every)]

@@ -1,22 +1,21 @@
 """Finds what else reduces, shards or counts the gradients of an optimizer: DDP, fully_shard, Accelerate, and others.
 
-A parameter has no reference to the modules around it. They are searched for in the model that the user passed, and on
-the heap only if that is not enough, with the objects that ``gc.freeze()`` hides.
+A parameter has no reference to the modules around it. Those in the model that the user passed, and those of
+fully_shard, of which torch has a list, are found when the optimizer is made. Others are found when they run: torch
+calls a hook before the forward pass of every module, until nothing can be missing or the first minibatch has run.
 """
 
-import gc
 import sys
-import threading
+import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, SyncBatchNorm
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import register_module_forward_pre_hook, register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -33,6 +32,8 @@ _UNSUPPORTED = {
     "torch.distributed.pipelining.stage._PipelineStageBase": "pipeline parallelism is not supported, because its "
     "schedule runs the minibatches itself: use fully_shard or tensor parallelism for a model that does not fit on one "
     "device",
+    "torch.distributed._composable.replicate.DDP": "replicate() is not supported, because it reduces gradients in "
+    "every backward pass: leave the model plain",
     "torch.distributed._composable.fsdp.FSDPModule": "fully_shard must be that of torch.distributed.fsdp, available "
     "since torch 2.6",
     "deepspeed.runtime.engine.DeepSpeedEngine": "a DeepSpeed engine is not supported, because it accumulates, reduces "
@@ -45,26 +46,10 @@ _DATA_PARALLEL = (
     "DataParallel over several devices is not supported, because it runs copies of the model, with their hooks, "
 )
 _DATA_PARALLEL += "in threads: run a process for each device with vbs.launch or torchrun, and leave the model plain"
-_USE_INTEGRATION = (
-    "use prepare(accelerator, …) of variable_batch_size.integrations.accelerate instead, or in Transformers the "
-    "VariableBatchTrainer of variable_batch_size.integrations.transformers"
+_PREPARED = (
+    "accelerator.prepare() was given {}: use prepare(accelerator, …) of variable_batch_size.integrations.accelerate "
+    "instead, or in Transformers the VariableBatchTrainer of variable_batch_size.integrations.transformers"
 )
-_PREPARED = f"accelerator.prepare() was given {{}}: {_USE_INTEGRATION}"
-_LOADER = _PREPARED.format("a loader that is already sharded by its sampler or stream")
-_SKIP = (
-    "skip_first_batches() would skip minibatches that the optimizer counts: resume with "
-    "`for epoch in optimizer.epochs(…)`, which starts after the saved step"
-)
-_ACCELERATE = {
-    "accelerate.optimizer.AcceleratedOptimizer": _PREPARED.format("an optimizer of this library, or its inner one"),
-    "accelerate.scheduler.AcceleratedScheduler": _PREPARED.format("a scheduler, which would count minibatches"),
-    "accelerate.data_loader.DataLoaderShard": _LOADER,
-    "accelerate.data_loader.DataLoaderDispatcher": _LOADER,
-    "accelerate.data_loader.SkipBatchSampler": _SKIP,
-    "accelerate.data_loader.SkipDataLoader": _SKIP,
-}
-_thawing = threading.RLock()
-_ddp_made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # since the first optimizer
 
 
 def _imported(path: str) -> Any:
@@ -84,105 +69,143 @@ def forget_partition(zero: Any) -> None:
     zero._clear_cache()
 
 
-@cache
-def _watch_for_ddp() -> None:
-    """Record every DistributedDataParallel from now on: a model may be wrapped after the optimizer was made."""
-
-    def record(module: Module, name: str, submodule: Module | None) -> None:
-        if isinstance(module, DistributedDataParallel):
-            _ddp_made.add(module)
-
-    register_module_module_registration_hook(record)
-
-
 class Wrappers:
-    """What else reduces or shards the gradients of an optimizer's parameters."""
+    """What else reduces or shards the gradients of an optimizer's parameters.
 
-    def __init__(
-        self, parameters: Iterable[torch.Tensor], model: Module | None = None, cleared: Iterable[torch.Tensor] = ()
-    ) -> None:
-        self.parameters, self.model = list(parameters), model
-        # parameters, also others of the model, that are in no DistributedDataParallel from before the optimizer
-        self.cleared = {*cleared}
-        self.is_checked = False  # whether the first minibatch of a pass has been checked
+    Attributes:
+        parameters: those of the optimizer.
+        model: what the user passed.
+        ddp: the DistributedDataParallel modules that were found.
+        fsdp: the modules of fully_shard, the outermost first.
+        has_sync_batch_norm: whether a SyncBatchNorm was found.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], model: Module | None, communicator: Communicator) -> None:
+        self.parameters: list[torch.Tensor] = []
+        self.model, self._communicator = model, communicator
+        self.ddp: list[DistributedDataParallel] = []
+        self.fsdp: list[Any] = []
+        self.has_sync_batch_norm = False
+        self._num_disabled = 0  # of the DDP modules
+        self._unsupported: list[str] = []  # advice for each module found that is not supported
+        self._suspects: set[torch.Tensor] = set()  # parameters that seem to be in a DDP that was not found
+        self._seen = weakref.WeakSet[Module]()  # outermost modules that have run
+        self._inside = weakref.WeakSet[Module]()  # these, and all modules inside
+        self._stop_watching: Callable[[], Any] = _nothing
+        self._watches_optimizers = False
+        self._others_checked = weakref.WeakSet[Optimizer]()
+        self.update(parameters)
+        _records.add(self)
         if is_running():
             _watch_for_ddp()
-        candidates = [*(model.modules() if model is not None else ()), *_ddp_made]
-        if torch.cuda.device_count() > 1:
-            candidates += _alive(DataParallel)
-        self._sort(candidates)
-        kinds = self._kinds_to_search()
-        if kinds:
-            self._sort([*candidates, *_alive(*kinds)])
-        if is_running():
-            others = [p for p in (model.parameters() if model is not None else ()) if not _is_costly(p)]
-            self.cleared |= {*self.parameters, *others} - _hooked(others)
-        _records.add(self)
 
     def update(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Search again, after parameters were added or the model was wrapped."""
-        found = Wrappers(parameters, self.model, self.cleared)
-        found.is_checked = self.is_checked
-        self.__dict__.update(vars(found))
-
-    def _sort(self, candidates: Iterable[Any]) -> None:
-        own, unsupported, fsdp = {*self.parameters}, _unsupported(), _imported(_FSDP2) or ()
-        known = (DistributedDataParallel, SyncBatchNorm, fsdp, *unsupported)
-        found = {id(one): one for one in candidates if isinstance(one, known) and _has_some(one, own)}
-        things = list(found.values())
-        self.ddp = [one for one in things if isinstance(one, DistributedDataParallel)]
-        # in the same order on all ranks, as they run collectives
-        self.fsdp = _outer_first([one for one in things if isinstance(one, fsdp)], self.parameters)
+        """Find what is around the parameters, after some were added."""
+        known, self.parameters = {*self.parameters}, list(parameters)
+        self.fsdp = fsdp_modules(self.parameters)
         for module in self.fsdp:
             module.reshard()  # after a forward pass without a backward pass it may still be unsharded
-        norms = [one for one in candidates if isinstance(one, SyncBatchNorm)]
-        around = [*norms, *self.ddp, *self.fsdp, *([] if self.model is None else [self.model])]
-        if self.model is None and any(not _has_some(norm, own) for norm in norms):  # their model may be that of others
-            around += _modules_alive()
-        around = [module for module in around if _has_some(module, own)]
-        self.has_sync_batch_norm = any(isinstance(part, SyncBatchNorm) for one in around for part in one.modules())
-        things.append(self.model)
-        self.unsupported = [text for kind, text in unsupported.items() if any(isinstance(one, kind) for one in things)]
-        if any(getattr(p, "_fsdp_flattened", False) for p in own):
-            self.unsupported.append(_FSDP1)
-        if any(isinstance(one, DataParallel) and len(one.device_ids) > 1 and _has_some(one, own) for one in candidates):
-            self.unsupported.append(_DATA_PARALLEL)
+        roots = [*self.fsdp, *([] if self.model is None else [self.model])]
+        self._find(part for root in roots for part in root.modules())
+        if any(getattr(p, "_fsdp_flattened", False) for p in self.parameters):
+            self._unsupported.append(_FSDP1)
+        if is_running():
+            self._suspects |= _hooked(p for p in self._uncovered() - known if not _is_costly(p))
+        self._watch()
 
-    def _uncovered(self) -> list[torch.Tensor]:
+    def _find(self, candidates: Iterable[Any]) -> None:
+        own, unsupported = {*self.parameters}, _unsupported_kinds()
+        for module in candidates:
+            self.has_sync_batch_norm |= isinstance(module, SyncBatchNorm)
+            if isinstance(module, (DistributedDataParallel, DataParallel, *unsupported)) and _has_some(module, own):
+                self._unsupported += [advice for kind, advice in unsupported.items() if isinstance(module, kind)]
+                if isinstance(module, DataParallel) and len(module.device_ids) > 1:
+                    self._unsupported.append(_DATA_PARALLEL)
+                if isinstance(module, DistributedDataParallel) and all(module is not ddp for ddp in self.ddp):
+                    self.ddp.append(module)
+        self._suspects -= _parameters_in(self.ddp)
+
+    def _uncovered(self) -> set[torch.Tensor]:
         """The parameters that are in none of the modules that were found."""
-        covered = {p for module in [*self.ddp, *self.fsdp] for p in _sharded_parameters(module)}
-        return [p for p in self.parameters if p not in covered]
+        return {*self.parameters} - _parameters_in([*self.ddp, *self.fsdp])
 
-    def _kinds_to_search(self) -> list[type]:
-        """The classes to search the heap for; none if nothing can be missing."""
-        unsupported = list(_unsupported())
-        if not is_running():
-            return [kind for kind in unsupported if not kind.__module__.startswith("torch.distributed")]
-        uncovered = self._uncovered()
-        is_open = self.model is None or bool(unsupported) or any(map(_is_costly, uncovered))
-        if not uncovered or (not is_open and not _hooked(uncovered) - self.cleared):
-            return []
-        kinds = [DistributedDataParallel, SyncBatchNorm, _imported(_FSDP2), *unsupported]
-        return [kind for kind in kinds if kind is not None]
+    def _may_miss_something(self) -> bool:
+        """Whether there may be something around the parameters that was not found."""
+        if self._suspects:
+            return True
+        unseen = self._uncovered() - _parameters_in(self._seen)
+        if is_running() and (self.model is None or any(map(_is_costly, unseen))):
+            return bool(unseen)
+        excluded = "torch.distributed._composable." if is_running() else "torch.distributed."  # these are in the model
+        kinds = [kind for kind in _unsupported_kinds() if not kind.__module__.startswith(excluded)]
+        return bool(unseen) and (bool(kinds) or torch.cuda.device_count() > 1)
 
-    def disable_ddp_allreduce(self, communicator: Communicator) -> None:
+    def _watch(self) -> None:
+        """Look at the modules that run, until nothing can be missing."""
+        self._stop_watching()
+        self._seen.clear()
+        self._inside.clear()
+        if not self._may_miss_something():
+            return
+        # it warns that the hook of a compiled module is called twice: once for itself, once for the module inside
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
+        look, breaks_graphs = _weak(self._before_forward), bool(self._suspects)
+        if breaks_graphs:  # as a DDP does
+            look = torch.compiler.disable(look)  # type: ignore[no-untyped-call]
+
+        def before_forward(module: Module, args: Any) -> None:
+            if breaks_graphs or not torch.compiler.is_compiling():
+                look(module)
+
+        handle = register_module_forward_pre_hook(before_forward)
+        self._stop_watching = weakref.finalize(self, handle.remove)
+
+    def _before_forward(self, module: Module) -> None:
+        if module in self._seen:  # this is another minibatch
+            self._end_watch()
+        elif torch.is_grad_enabled() and module not in self._inside and _has_some(module, {*self.parameters}):
+            self._find([*module.modules(), *_callers("torch.distributed.pipelining.")])
+            self._refuse_found()
+            self.disable_ddp_allreduce()
+            self._seen.add(module)
+            self._inside.update(module.modules())
+            # before a compiler traces a module inside, which it would trace once more without the hook
+            if not self._may_miss_something():
+                self._stop_watching()
+
+    def _end_watch(self) -> None:
+        """After a minibatch; but go on if parameters have not run yet that seem to be in a DDP."""
+        if self._suspects <= _parameters_in(self._seen):
+            self._stop_watching()
+
+    def suspect(self, module: Module) -> None:
+        """Look for the DistributedDataParallel that a module was put into."""
+        if found := {*self.parameters}.intersection(module.parameters()):
+            self._suspects |= found
+            self._watch()
+
+    def disable_ddp_allreduce(self) -> None:
         """Switch off DDP's all-reduce, which is wrong or hangs if ranks have different numbers of minibatches."""
-        is_alone = communicator.num_replicas == 1
-        for ddp in self.ddp:
+        is_alone = self._communicator.num_replicas == 1
+        for ddp in self.ddp[self._num_disabled :]:
             if ddp.static_graph and not is_alone:
                 kind = "DistributedDataParallel(static_graph=True)"
                 raise ValueError(f"{kind} reduces in every backward pass: wrap the model without static_graph")
             if not ddp.static_graph:
                 _disable_before_forward(ddp, None)
                 ddp.register_forward_pre_hook(_disable_before_forward)  # loops that accumulate switch it on again
+            self._num_disabled += 1
         if self.has_sync_batch_norm and not is_alone:
             reason = "waits for all ranks in every minibatch, but some may be idle"
             raise ValueError(f"SyncBatchNorm {reason}: use BatchNorm")
 
+    def _refuse_found(self) -> None:
+        if self._unsupported:
+            raise ValueError(self._unsupported[0])
+
     def refuse_unsupported(self, rule: Rule, inner: Optimizer) -> None:
         """Raise if a wrapper is not supported, or not together with the rule."""
-        if self.unsupported:
-            raise ValueError(self.unsupported[0])
+        self._refuse_found()
         if self.fsdp:
             refuse_left_out([p for p in self.parameters if not is_dtensor(p)])
         is_by_zero = any(map(is_zero, optimizers_of(inner)))
@@ -191,112 +214,101 @@ class Wrappers:
             problem = f"{type(rule).__name__} needs the full second moments on every rank, but {sharded} shards them"
             raise ValueError(f"{problem}: use AdaScaleRule or AdamRule")
 
-    def check_first_minibatch(self, optimizer: Any, communicator: Communicator) -> None:
-        """At the first minibatch of each pass, raise if something was wrapped or prepared since, or others train it."""
-        is_several, own = is_running() and communicator.num_replicas > 1, {*self.parameters}
-        if is_several and any(ddp.require_backward_grad_sync and _has_some(ddp, own) for ddp in _ddp_made):
-            late = "the model was wrapped in DistributedDataParallel after the optimizer was made"
-            raise RuntimeError(f"{late}, so its gradients were reduced twice: wrap the model first")
+    def check_first_minibatch(self, optimizer: Any) -> None:
+        """At the first minibatch of each pass, raise if the model was sharded or Accelerate has prepared something."""
+        self._end_watch()
         is_initialized = _imported("accelerate.state.is_initialized")
-        accelerate = [*map(_imported, _ACCELERATE)] if is_initialized is not None and is_initialized() else []
-        left_out = self._left_out() if is_several else set()
-        is_untouched = is_running() and all(p.grad is None and not is_dtensor(p) for p in self.parameters)
-        fsdp = _imported(_FSDP2) if is_untouched else None
-        kinds = [kind for kind in (*accelerate, fsdp, Optimizer if left_out else None) if kind is not None]
-        found = _alive(*kinds) if kinds else []
-        if accelerate:
-            _refuse_prepared(optimizer, found)
-        modules = self.model.modules() if self.model is not None else ()
-        if fsdp and any(isinstance(one, fsdp) for one in (*found, *modules)):
+        if is_initialized is not None and is_initialized():
+            _refuse_prepared(optimizer)
+        if is_running() and all(p.grad is None and not is_dtensor(p) for p in self.parameters) and _fsdp_modules():
             problem = "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model"
             advice = "apply it first, then make the optimizer from model.parameters(), before the model runs"
             raise RuntimeError(f"{problem}: {advice}")
-        self._refuse_other_optimizers([one for one in found if isinstance(one, Optimizer)], left_out)
-        is_unknown = self.model is None and bool(self._uncovered())
-        if is_several and not self.is_checked and is_unknown:
-            self._watch_other_optimizers()
-        self.is_checked = True
+        is_several = is_running() and self._communicator.num_replicas > 1
+        if is_several and not self._watches_optimizers and self._left_out():
+            handle = register_optimizer_step_pre_hook(_weak(self._check_other_optimizer))
+            weakref.finalize(self, handle.remove)
+            self._watches_optimizers = True
 
     def _left_out(self) -> set[torch.Tensor]:
-        """The parameters of the model that are trained, and not by an optimizer of this library."""
-        states = fsdp_states(part for module in self.fsdp for part in module.modules())
-        modules = [*self.ddp, *([] if self.model is None or self.fsdp else [self.model])]
-        found = {*(state.sharded_param for state in states), *(p for module in modules for p in module.parameters())}
-        return {p for p in found if p.requires_grad} - _reduced()
+        """The parameters of the model that belong to no optimizer of this library."""
+        modules = [*self.ddp, *self.fsdp, *self._seen, *([] if self.model is None else [self.model])]
+        return _parameters_in(modules).difference(self.parameters, *(record.parameters for record in [*_records]))
 
-    def _trained_beside(self, optimizer: Optimizer) -> set[torch.Tensor]:
-        """The parameters of another optimizer that are in a module with those of this one."""
-        others = {p for p in _parameters_of(optimizer) if p.requires_grad} - _reduced()
-        own, modules = {*self.parameters}, _modules_alive() if others else []
-        return {p for module in modules if _has_some(module, own) for p in others.intersection(module.parameters())}
-
-    def _refuse_other_optimizers(self, optimizers: Iterable[Any], left_out: set[torch.Tensor]) -> None:
-        for one in optimizers:
-            if not left_out.isdisjoint(_parameters_of(one)):
-                ddp = "whose DistributedDataParallel no longer reduces" if self.ddp else "on several cores"
-                model = "a fully_shard model" if self.fsdp else f"a model {ddp}"
-                rule = f"all trained parameters of {model} must belong to optimizers of this library"
-                raise RuntimeError(f"{rule}, but {type(one).__name__} has some: pass both optimizers as a list")
-
-    def _watch_other_optimizers(self) -> None:
-        """Check every optimizer at its first step, if the model is not known."""
-        record, checked = weakref.ref(self), weakref.WeakSet[Optimizer]()
-
-        def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            own = record()
-            if own is not None and optimizer not in checked:
-                own._refuse_other_optimizers([optimizer], own._left_out() | own._trained_beside(optimizer))
-                checked.add(optimizer)
-
-        register_optimizer_step_pre_hook(check)
+    def _check_other_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Before each step of every optimizer, raise if it trains a part of the model."""
+        if optimizer in self._others_checked:
+            return
+        left_out = self._left_out().intersection(*(group["params"] for group in optimizer.param_groups))
+        if any(p.requires_grad for p in left_out):
+            ddp = "whose DistributedDataParallel no longer reduces" if self.ddp else "on several cores"
+            model = "a fully_shard model" if self.fsdp else f"a model {ddp}"
+            rule = f"all trained parameters of {model} must belong to optimizers of this library"
+            raise RuntimeError(f"{rule}, but {type(optimizer).__name__} has some: pass both optimizers as a list")
+        if not left_out:
+            self._others_checked.add(optimizer)
 
 
 _records: weakref.WeakSet[Wrappers] = weakref.WeakSet()
 
 
-def _reduced() -> set[torch.Tensor]:
-    """The parameters of all optimizers of this library."""
-    return {p for record in [*_records] for p in record.parameters}
+@cache
+def _watch_for_ddp() -> None:
+    """From now on, look for every DistributedDataParallel that a model is put into."""
+
+    def record(module: Module, name: str, submodule: Module | None) -> None:
+        if isinstance(module, DistributedDataParallel) and submodule is not None:
+            for wrappers in [*_records]:
+                wrappers.suspect(submodule)
+
+    register_module_module_registration_hook(record)
 
 
-def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    groups = getattr(optimizer, "param_groups", ())  # an optimizer whose construction failed may have none
-    return [p for group in groups for p in group["params"]]
+def _nothing() -> None:
+    pass
 
 
-@contextmanager
-def _thawed() -> Iterator[None]:
-    """Show to a search what ``gc.freeze()`` hides; afterwards it is hidden again, with what was made since."""
-    with _thawing:  # or another thread would freeze it again within this search
-        if gc.get_freeze_count() < 10_000:  # not called with torch loaded; Python 3.12 starts with 375 objects
-            yield
-            return
-        gc.unfreeze()
-        gc.collect()  # otherwise what is not needed any more, such as earlier models, would never be freed
-        try:
-            yield
-        finally:
-            gc.freeze()
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls a method, and does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
 
 
-def _modules_alive() -> list[Module]:
-    with _thawed():
-        return [one for one in gc.get_objects() if issubclass(type(one), Module)]
+def _callers(package: str) -> list[Any]:
+    """The objects whose methods in a package have called this function, directly or not."""
+    found, frame = [], sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(package):
+            found.append(frame.f_locals.get("self"))
+        frame = frame.f_back
+    return found
 
 
-def _alive(*kinds: type) -> list[Any]:
-    """All objects of some classes, in no order, from one search of the heap: an object refers to its class."""
-    classes = [*kinds]
-    for one in classes:
-        classes += type.__subclasses__(one)
-    with _thawed():
-        return [thing for thing in gc.get_referrers(*classes) if issubclass(type(thing), kinds)]
-
-
-def _unsupported() -> dict[type, str]:
+def _unsupported_kinds() -> dict[type, str]:
     """The advice for each of these classes whose module was imported; since torch 2.6 both FSDPModules are the same."""
     kinds = {_imported(path): advice for path, advice in _UNSUPPORTED.items()}
     return {kind: advice for kind, advice in kinds.items() if kind not in (None, _imported(_FSDP2))}
+
+
+def _fsdp_modules() -> list[Any]:
+    """The modules of fully_shard, of all models."""
+    kind, modules = _imported(_FSDP2), _imported("torch.distributed._composable_state._module_state_mapping")
+    return [] if kind is None else [module for module in modules if isinstance(module, kind)]
+
+
+def fsdp_modules(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """The modules of fully_shard that have some of these parameters, in the same order on all ranks."""
+    own = {*parameters}
+    return _outer_first([module for module in _fsdp_modules() if _has_some(module, own)], parameters)
+
+
+def _parameters_in(modules: Iterable[Any]) -> set[torch.Tensor]:
+    return {p for module in modules for p in _sharded_parameters(module)}
 
 
 def _has_some(thing: Any, parameters: set[torch.Tensor]) -> bool:
@@ -336,7 +348,7 @@ def _sharded_parameters(module: Module) -> set[torch.Tensor]:
     return {*module.parameters(), *(state.sharded_param for state in fsdp_states(module.modules()))}
 
 
-def _outer_first(modules: list[Any], parameters: list[torch.Tensor]) -> list[Any]:
+def _outer_first(modules: list[Any], parameters: Sequence[torch.Tensor]) -> list[Any]:
     places = {id(p): place for place, p in enumerate(parameters)}
 
     def key(module: Any) -> tuple[int, int, int]:
@@ -377,23 +389,17 @@ def refuse_left_out(others: Collection[torch.Tensor]) -> None:
         raise ValueError(f"{rule}: {advice}")
 
 
-def _refuse_prepared(optimizer: Any, found: list[Any]) -> None:
-    """Raise if Accelerate has prepared the optimizer, its loader or its scheduler: minibatches would be skipped."""
-    own = [optimizer, optimizer.sampler, optimizer.inner, *optimizers_of(optimizer.inner)]
-    for path, advice in _ACCELERATE.items():
-        theirs = [thing for thing in found if isinstance(thing, _imported(path) or ())]
-        if any(part is one for thing in theirs for part in _parts(thing) for one in own):
-            raise RuntimeError(advice)
-    num_steps = _imported("accelerate.state.GradientState")().num_steps
-    if num_steps != 1:
+def _refuse_prepared(optimizer: Any) -> None:
+    """Raise if the loop uses an optimizer or a loader that Accelerate has prepared: minibatches would be skipped."""
+    state = _imported("accelerate.state.GradientState")()
+    kind, inner = _imported("accelerate.optimizer.AcceleratedOptimizer") or (), optimizers_of(optimizer.inner)
+    if any(isinstance(thing, kind) for thing in (*inner, *_callers("accelerate."))):
+        raise RuntimeError(_PREPARED.format("an optimizer of this library, or its inner one"))
+    for loader in filter(None, state.dataloader_references):  # that are being read
+        read = [getattr(loader, name, None) for name in ("batch_sampler", "dataset")]
+        read += [getattr(source, name, None) for source, name in zip(read, ("batch_sampler", "dataset"), strict=True)]
+        if any(source is optimizer.sampler for source in read):
+            raise RuntimeError(_PREPARED.format("a loader that is already sharded by its sampler or stream"))
+    if state.num_steps != 1:
         reason = "the trace defines the minibatches of a step"
-        raise RuntimeError(f"Accelerate's `gradient_accumulation_steps` must be 1, got {num_steps}: {reason}")
-
-
-def _parts(prepared: Any) -> list[Any]:
-    """An object of Accelerate, and what it was made from: the user's optimizer, sampler or stream."""
-    parts = [prepared]
-    for name in ("optimizer", "scheduler", "batch_sampler", "dataset"):
-        held = getattr(prepared, name, None)
-        parts.append(getattr(held, "optimizer" if name == "scheduler" else name, held))
-    return parts
+        raise RuntimeError(f"Accelerate's `gradient_accumulation_steps` must be 1, got {state.num_steps}: {reason}")
