@@ -99,6 +99,14 @@ class Communicator(ABC):
         return total.cpu()
 
 
+def check_same_core(communicator: Communicator, rank: int, num_replicas: int) -> None:
+    """Raise if a copied or pickled communicator is not on the core that it was made on."""
+    before = (communicator.rank, communicator.num_replicas)
+    if before != (rank, num_replicas):
+        problem = "what rank {} of {} has pickled was loaded by rank {} of {}".format(*before, rank, num_replicas)
+        raise RuntimeError(f"{problem}: let each core load its own, or use a vbs.Checkpoint to resume on other cores")
+
+
 def each_element_once(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a tensor without the repetitions of ``expand()``, which cannot be written to."""
     repeated = [stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -127,6 +135,28 @@ class SingleProcess(Communicator):
 def is_running() -> bool:
     """Whether torch.distributed is initialized."""
     return dist.is_available() and dist.is_initialized()
+
+
+@final
+class SharedGroup:
+    """A process group, the dimension of a mesh, or None for the default group, which copies of its owner share.
+
+    So do pickles, unless they are for loader workers, which need none.
+    """
+
+    def __init__(self, given: Any, *, is_for_workers: bool = False) -> None:
+        self.given, self._is_for_workers = given, is_for_workers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedGroup":
+        return self
+
+    def __reduce__(self) -> Any:
+        if self._is_for_workers:
+            return SharedGroup, (None,)
+        if is_running() and isinstance(self.given, dist.ProcessGroup):
+            advice = "use copy.deepcopy, pass a DeviceMesh as `process_group`, or pickle the state_dict()s"
+            raise RuntimeError(f"a loader or an optimizer with a process group of its own cannot be pickled: {advice}")
+        return SharedGroup, (self.given,)
 
 
 def group_of(process_group: Any) -> Group:

@@ -12,7 +12,9 @@ from variable_batch_size.cores import dtensor, live, xla
 from variable_batch_size.cores.communicator import (
     Communicator,
     Group,
+    SharedGroup,
     SingleProcess,
+    check_same_core,
     each_element_once,
     group_of,
     is_running,
@@ -25,14 +27,28 @@ from variable_batch_size.cores.communicator import (
 class ProcessGroups(Communicator):
     """The ranks of a process group; or of a whole mesh, from the groups that cross in this process."""
 
-    def __init__(self, *groups: Group) -> None:
-        self._groups = groups or (None,)
+    def __init__(self, *process_groups: Any) -> None:
+        self._given = [SharedGroup(one) for one in process_groups or (None,)]
+        self._groups = [group_of(one.given) for one in self._given]
+        self.rank, self.num_replicas = self._place()
+
+    def _place(self) -> tuple[int, int]:
+        """This process's rank in all groups together, and the number of ranks."""
         sizes = [dist.get_world_size(group) for group in self._groups]
         ranks = [dist.get_rank(group) for group in self._groups]
         if min(ranks) < 0:
             raise ValueError("`process_group` must contain this process, got a group of other processes")
-        self.rank = sum(rank * math.prod(sizes[:place]) for place, rank in enumerate(ranks))
-        self.num_replicas = math.prod(sizes)
+        return sum(rank * math.prod(sizes[:place]) for place, rank in enumerate(ranks)), math.prod(sizes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_groups"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not is_running():
+            check_same_core(self, 0, 1)
+        self._groups = [group_of(one.given) for one in self._given]
+        check_same_core(self, *self._place())
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         parts = [part for tensor in tensors for part in parts_to_sum(tensor)]
@@ -104,10 +120,8 @@ def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None)
     if (membership := live.current()) is not None:
         _check_no_group(process_group, "with `elastic`, where all processes that take part")
         return live.LiveCores(membership)
-    group = group_of(process_group)
-    if not is_running():
-        return SingleProcess()
-    return ProcessGroups(group)
+    group_of(process_group)  # it must be None without torch.distributed
+    return ProcessGroups(process_group) if is_running() else SingleProcess()
 
 
 def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
@@ -119,8 +133,7 @@ def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> 
         return SpmdHosts(communicator_for(tensors, process_group), xla.num_hosts())
     if not any(map(dtensor.is_dtensor, tensors)):
         return communicator_for(tensors, process_group)
-    group = group_of(process_group)
-    return ProcessGroups(group, *dtensor.model_groups(tensors, group).values())
+    return ProcessGroups(process_group, *dtensor.model_groups(tensors, group_of(process_group)).values())
 
 
 def running_cores(process_group: Any = None) -> tuple[int, int]:

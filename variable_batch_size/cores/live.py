@@ -445,6 +445,10 @@ class LiveCores(Communicator):
         self.step: int | None = None  # the one that this core has begun and not completed
         self._is_raising = False
 
+    def __reduce__(self) -> Any:
+        problem = "an optimizer of a run whose cores may join and leave cannot be copied or pickled"
+        raise RuntimeError(f"{problem}, as this core is in one run only: copy the model, or its state_dict()")
+
     @property
     def rank(self) -> int:  # type: ignore[override]
         return self.membership.rank

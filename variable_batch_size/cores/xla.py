@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from variable_batch_size.cores.communicator import Communicator, Formula, Operation
+from variable_batch_size.cores.communicator import Communicator, Formula, Operation, check_same_core
 from variable_batch_size.cores.xla_operations import as_operation, scaled, squared_norms, where
 
 NUM_THREADS = 64  # of up to 32 virtual cores: the order in which XLA's CPU sums depends on the size of its thread pool
@@ -120,6 +120,10 @@ class XlaDevices(Communicator):
         self.rank, self.num_replicas = cores()
         self._is_spmd = is_spmd()
         self._is_virtual = _module("runtime").device_type() == "CPU" and self.num_replicas > 1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        check_same_core(self, *cores())
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._is_spmd or self.num_replicas == 1:  # in SPMD mode the compiler has summed

@@ -7,6 +7,7 @@ from typing import Any
 import torch.utils.data
 
 from variable_batch_size.checks import check_flag, check_positive, check_within
+from variable_batch_size.cores.communicator import SharedGroup
 from variable_batch_size.cores.detect import is_elastic, running_cores
 from variable_batch_size.data.sampler import check_dataset
 
@@ -86,14 +87,14 @@ class EvaluationLoader(torch.utils.data.DataLoader[Any]):
         check_dataset(dataset)
         check_flag(lockstep=lockstep)
         self._size, self._minibatch_size, self._lockstep = len(dataset), minibatch_size, lockstep  # type: ignore[arg-type]
-        self._cores = (rank, num_replicas, process_group)
+        self._cores = (rank, num_replicas, SharedGroup(process_group))
         super().__init__(dataset, batch_sampler=_Minibatches(), **options)
         self._assign()
 
     def _assign(self) -> None:
         """Assign minibatches to this core, given the cores that there are now."""
-        given_rank, given_replicas, process_group = self._cores
-        rank, num_replicas = running_cores(process_group)
+        given_rank, given_replicas, group = self._cores
+        rank, num_replicas = running_cores(group.given)
         num_replicas = num_replicas if given_replicas is None else given_replicas
         rank = rank if given_rank is None else given_rank
         check_positive(num_replicas=num_replicas)

@@ -21,6 +21,7 @@ from variable_batch_size.checks import (
     check_within,
     is_integer,
 )
+from variable_batch_size.cores.communicator import SharedGroup
 from variable_batch_size.cores.detect import is_elastic, running_cores
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import RunCount
@@ -63,6 +64,7 @@ class MinibatchSource(ABC):
     must_be_read = True
     needs_weights = False  # whether step() needs a weight, as minibatches hold different numbers of samples
     unit = "samples"  # of batch sizes
+    _is_pickled_for_workers = False  # a stream is the data set of a loader
     shares: Shares | None = None  # of the cores in a step; None for round robin
     counter: PassCounter | None = None  # of the minibatches that the cores read, in open steps only
     _loader: str  # that reads this source, for errors
@@ -99,7 +101,7 @@ class MinibatchSource(ABC):
             self.schedule = Schedule(trace, on_end=on_end, **how)  # type: ignore[arg-type]
         check_within(num_replicas - 1, rank=rank)
         self.rank = int(rank)
-        self.process_group = process_group
+        self._group = SharedGroup(process_group, is_for_workers=self._is_pickled_for_workers)
         self.seed = int(seed)
         self.epoch = 0
         self.first_step = 0  # how many of the epoch's steps are skipped
@@ -118,6 +120,10 @@ class MinibatchSource(ABC):
         self.is_elastic = is_elastic()  # whether cores may join and leave
         self.places: list[int] = []  # of the minibatches of the step before `first_step` that this pass begins with
         self._pass_reassigned = -1  # the latest pass that _reassign() has begun
+
+    @property
+    def process_group(self) -> Any:
+        return self._group.given
 
     @property
     def num_replicas(self) -> int:

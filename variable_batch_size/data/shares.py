@@ -7,7 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -43,6 +43,13 @@ class Shares(ABC):
     def connect(self, communicator: Communicator, device: torch.device) -> None:
         """Before the first minibatch. Every core must call it."""
         self._communicator, self._device, self._pace = communicator, device, devices.Pace(device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "_pace": None if self._pace is None else devices.Pace(self._device)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
 
     @property
     def is_connected(self) -> bool:
@@ -124,13 +131,22 @@ class Shares(ABC):
 class PassCounter:
     """Numbers 0, 1, 2 … in each pass, each for one core, from the store of torch.distributed.
 
-    A single core counts by itself.
+    A single core counts by itself. A copy counts apart from the original; every core must copy equally often.
     """
 
     def __init__(self, rank: int) -> None:
         self.run = ""  # the beginning of the keys, the same on all cores of a run
         self.store: Any = None
-        self._rank, self._num_passes, self._numbers = rank, 0, count()
+        self._rank, self._num_passes, self._number, self._num_copies = rank, 0, 0, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._num_copies += 1
+        run = self.run and f"{self.run}/copy {self._num_copies}"
+        return {**self.__dict__, "run": run, "store": self.store is not None, "_num_copies": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.store = shared_store() if self.store else None
 
     def connect(self, communicator: Communicator, device: torch.device, what: str) -> None:
         """Before the first number. Every core must call it."""
@@ -148,7 +164,7 @@ class PassCounter:
     def begin(self) -> None:
         """Begin a pass. Every core must call it equally often."""
         self._num_passes += 1
-        self._numbers = count()
+        self._number = 0
         if self.store is not None and self._rank == 0 and self._num_passes > 2:
             # the key of the pass before may still be in use on other cores
             self.store.delete_key(f"{self.run}/{self._num_passes - 2}")
@@ -158,7 +174,8 @@ class PassCounter:
         if not self.run:
             raise RuntimeError("no minibatch is assigned yet: make the optimizer before reading the sampler")
         if self.store is None:
-            return next(self._numbers)
+            self._number += 1
+            return self._number - 1
         return int(self.store.add(f"{self.run}/{self._num_passes}", 1)) - 1
 
 

@@ -312,6 +312,7 @@ class Stream(MinibatchSource, IterableDataset[Any]):
     """
 
     _loader = "DataLoader(stream, batch_size=None)"
+    _is_pickled_for_workers = True
 
     def __init__(
         self,
@@ -452,7 +453,7 @@ class Stream(MinibatchSource, IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a loader worker that is not forked."""
-        dropped = dict.fromkeys(("_reader", "_on_first_read", "process_group"))
+        dropped = dict.fromkeys(("_reader", "_on_first_read"))
         return {**super().__getstate__(), **dropped, "_source": SampleSource(self._samples)}
 
     def state_dict(self) -> dict[str, Any]:

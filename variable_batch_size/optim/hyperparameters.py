@@ -227,6 +227,13 @@ class StepHyperparameters:
         # of each optimizer: its list of groups, their order before the step, and what was applied
         self._applied: dict[Optimizer, tuple[list[Group], list[Group], list[_Applied]]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:  # torch cannot pickle a tensor on XLA that requires a gradient
+        return {**self.__dict__, "_lr_tensors": {number: lr.device for number, lr in self._lr_tensors.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lr_tensors = {number: self._new_lr(device) for number, device in state["_lr_tensors"].items()}
+
     def applied(self, rule: Rule, step: Step, factors: Sequence[Number]) -> "StepHyperparameters":
         """Apply the settings of a step; they are restored at the end of ``with``, whose value is the learning rates."""
         if isinstance(self._inner, MultiOptimizer):

@@ -99,6 +99,13 @@ class Wrappers:
         if is_running():
             _watch_for_ddp()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.is_checked = False
+        if is_running():
+            _watch_for_ddp()
+        _records.add(self)
+
     def update(self, parameters: Iterable[torch.Tensor]) -> None:
         """Find what is around the parameters, after some were added."""
         known, self.parameters = {*self.parameters}, list(parameters)
