@@ -554,6 +554,21 @@ def test_cores_that_freeze_different_parameters_later_raise(kind):
     run_on(2, run)
 
 
+@pytest.mark.parametrize("kind", [BucketAccumulator, ExactBucketAccumulator])
+@pytest.mark.parametrize("weight", [None, 2.0])
+def test_a_core_that_freezes_a_parameter_in_the_first_step_is_not_taken_for_one_without_weights(kind, weight):
+    def run(core):
+        parameters, gradients = make(kind, core)
+        parameters[0].requires_grad_(core.rank == 1)
+        for p in parameters:
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        gradients.accumulate(TWO, weight)
+        with pytest.raises(RuntimeError, match=r"^Ranks disagree on which parameters require gradients"):
+            gradients.reduce(TWO)
+
+    run_on(2, run)
+
+
 @pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, ExactBucketAccumulator])
 def test_core_in_another_epoch_raises(kind):
     def run(core):

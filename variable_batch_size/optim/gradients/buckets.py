@@ -323,8 +323,8 @@ class BucketAccumulator(GradientAccumulator):
         self._write_digest(digest)
         ranks = self.communicator.num_replicas  # which may change in the sum
         self.communicator.sum(buckets.flats)
+        self._check_digest(digest, ranks)  # first: ranks of another layout have sent no number
         self._check_weights(num_weighted, ranks)
-        self._check_digest(digest, ranks)
         if fixed_point is None:
             self._read_numbers(numbers.clone())
         else:
