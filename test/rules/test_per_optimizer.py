@@ -41,6 +41,27 @@ def test_each_rule_observes_only_its_own_groups():
     assert expected[0] < expected[1]
 
 
+def test_a_step_without_a_gradient_of_the_first_optimizer_is_worth_its_gain_by_the_averages_so_far():
+    nothing = Norms(mean_of_squares=0.0, square_of_mean=0.0)  # of frozen parameters
+    rule = PerOptimizerRule([vbs.rules.AdaScaleRule(), vbs.rules.AdaScaleRule()], num_groups=[2, 1])
+    rule.observe(STEP, [nothing, nothing, NOISY])
+    assert rule.factor(STEP) == 1  # min(1, S): the other optimizer's noise does not count
+    rule.observe(STEP, [NOISY, nothing, QUIET])
+    # V = (4 − 1) · 64/3 = 64 and G² = 1 − 64/64 = 0: a gain of S
+    assert rule.factor(STEP) == 4
+    rule.observe(STEP, [QUIET, QUIET, QUIET])
+    # V = (1.25 − 1) · 64/3 = 16/3 and G² = 1 − 1/12; with θ = 1 − 4/1000, the averages of both groups are
+    theta = 0.996
+    variance = (theta * 64 + 16 / 3) / (1 + theta) + 16 / 3
+    square_norm = 11 / 12 / (1 + theta) + 11 / 12
+    for norms in ([nothing, nothing, NOISY], [None, None, None], [nothing, nothing, nothing]):
+        rule.observe(STEP, norms)
+        for batch_size in (16, 32, 64):
+            step = Step(batch_size=batch_size, minibatch_size=16, ref_batchsize=16)
+            gain = (variance / 16 + square_norm) / (variance / batch_size + square_norm)
+            assert rule.worth(step, rule.factor(step)) == pytest.approx(gain, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("rule", "sums", "preconditions"),
     [

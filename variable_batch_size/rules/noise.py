@@ -367,8 +367,9 @@ class NoiseMeter:
     A step with a single minibatch gives no estimate and leaves the averages unchanged, unless the gradients of samples
     were measured, which predict it (:class:`SampleNoise`). Before the first estimate the gain is min(1, S), its lower
     bound. A parameter group without a gradient, such as a frozen one, is not measured, and is not part of the noise of
-    all groups until it has one again. With weighted minibatches the noise is per unit of weight, such as a token. Batch
-    sizes remain in samples and are converted with the mean weight of a sample so far.
+    all groups until it has one again. A step in which no group has one gives no estimate, either. With weighted
+    minibatches the noise is per unit of weight, such as a token. Batch sizes remain in samples and are converted with
+    the mean weight of a sample so far.
 
     >>> meter = NoiseMeter()
     >>> step = Step(batch_size=64, minibatch_size=32, ref_batchsize=32)

@@ -10,7 +10,11 @@ from variable_batch_size.rules.rule import Rule, Step
 
 @final
 class PerOptimizerRule(Rule):
-    """Applies to every parameter group the rule of its optimizer; the first rule measures progress."""
+    """Applies to every parameter group the rule of its optimizer; the first rule measures progress.
+
+    In a step in which no parameter of the first optimizer has a gradient, that is the worth of the batch size by the
+    averages of earlier steps.
+    """
 
     def __init__(self, rules: Sequence[Rule], *, num_groups: Sequence[int]) -> None:
         if len(rules) != len(num_groups):
