@@ -402,7 +402,7 @@ def test_processes_end_with_the_code_of_the_first_that_fails_and_have_ranks_of_t
         "print(os.environ['RANK'], os.environ['MINE'], flush=True)\n"
         "if sys.argv[1] == os.environ['RANK']:\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     group = LocalPool(2).start(Command([str(script), "1"], str(tmp_path), {"RANK": "7", "MINE": "x"}), {"local": 2})
     output, polled = b"", Polled(None)
