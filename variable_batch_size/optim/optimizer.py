@@ -18,7 +18,7 @@ from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource, source_of
 from variable_batch_size.data.shares import connect_cores
 from variable_batch_size.optim import consistency
-from variable_batch_size.optim.attachments import Attachments, Limit, Per
+from variable_batch_size.optim.attachments import Attachments, Per
 from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.flow import Flow, Outcome, make_meter, step_unless
 from variable_batch_size.optim.gradients import make_accumulator
@@ -32,6 +32,7 @@ from variable_batch_size.optim.open_step import OpenStep, refuse_options
 from variable_batch_size.optim.policy_driver import PolicyDriver, Record
 from variable_batch_size.optim.probe import RuleLike, checked_rule
 from variable_batch_size.optim.proxy import Inner, OptimizerProxy, optimizers_of
+from variable_batch_size.optim.run import Limit, Run
 from variable_batch_size.optim.seeding import MinibatchSeeder
 from variable_batch_size.optim.steps import KnownSteps, Steps
 from variable_batch_size.optim.token_weights import TokenWeights, Weight
@@ -120,10 +121,7 @@ class CustomOptimizer(OptimizerProxy):
             memory for full gradients on each core; other models always reduce once.
 
     Attributes:
-        steps_done: steps so far, skipped ones included.
-        samples_done: samples in these.
-        steps_made: steps with this object, whatever state was loaded in between.
-        minibatch_weights: the weights of minibatches and their sum so far.
+        run: the position of the run, and what it has done so far (:class:`Run`).
         gradient_norm: the norm of the latest step's mean gradient before clipping, on the device; None unless
             :meth:`record_grad_norm` has requested it for that step.
     """
@@ -175,6 +173,7 @@ class CustomOptimizer(OptimizerProxy):
         self._fingerprint = consistency.fingerprint_of(sampler, self._rule, self.inner, self.ref_batchsize)
         parts = (self._rule, self._lr_scaler, meter, self.inner, self._communicator)
         self._flow = Flow(*parts, is_read=skip_nonfinite is True)
+        self.run = Run(sampler, self.parameters, self._flow, self.ref_batchsize)
         self.skip_nonfinite = self._flow.skips_by_default if skip_nonfinite is None else skip_nonfinite
         self._init_position()
         refuse_options(options, sampler, self._rule, self._communicator)
@@ -204,19 +203,13 @@ class CustomOptimizer(OptimizerProxy):
         finish_checks()
 
     def _init_counters(self) -> None:
-        self.steps_done = self.samples_done = self.steps_made = 0
         self._updated: bool | torch.Tensor = False
-        is_required = self.sampler.needs_weights
-        self.minibatch_weights = TokenWeights(next(self.parameters()).device, is_required=is_required)
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
         self._factors: list[Number] = []  # of the latest step, once it is complete
         self._lrs: list[Number] = []  # likewise
         self._has_joined = False  # whether set_epoch() was called here in this pass
         self._attachments = Attachments()
-        self.limit: Limit | None = None  # within epochs() that have one
-        self.num_epochs: int | None = None  # likewise
-        self.restart_seconds: float | None = None  # to save and to resume, measured by a checkpoint
 
     def _init_wrappers(self, model: torch.nn.Module | None) -> None:
         self._wrappers = Wrappers(self.parameters(), model, self._communicator)
@@ -228,8 +221,8 @@ class CustomOptimizer(OptimizerProxy):
     def _init_position(self) -> None:
         """Let a policy decide the first batch sizes, and go to the first step."""
         sampler = self.sampler
-        self._driver = driver_for(self, sampler.schedule)
-        self._cursor = Cursor(sampler.schedule, sampler.rank)
+        self._driver = driver_for(self.run, sampler.schedule)
+        self._cursor = self.run.cursor = Cursor(sampler.schedule, sampler.rank)
         self._cursor.move(sampler.epoch, sampler.first_step)
 
     def _init_minibatches(self, model: torch.nn.Module | None, *, reduces_once: bool) -> None:
@@ -253,7 +246,7 @@ class CustomOptimizer(OptimizerProxy):
     def _make_steps(self) -> Steps:
         sampler, cursor, accumulator = self.sampler, self._cursor, self._accumulator
         if sampler.schedule.is_open:
-            what = (self.minibatch_weights, self._loss_scale, self._buffers)
+            what = (self.run.weights, self._loss_scale, self._buffers)
             device = next(self.parameters()).device
             return OpenStep(sampler, cursor, accumulator, *what, skips=self.skip_nonfinite, device=device)
         if isinstance(self._communicator, LiveCores) and isinstance(accumulator, BucketAccumulator):
@@ -263,7 +256,7 @@ class CustomOptimizer(OptimizerProxy):
     def __repr__(self) -> str:
         names = " and ".join(type(one).__name__ for one in optimizers_of(self.inner))
         lrs = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups)
-        at = f"lr {lrs} at batch size {self.ref_batchsize}, epoch {self.epoch}, {self.steps_done} steps done"
+        at = f"lr {lrs} at batch size {self.ref_batchsize}, epoch {self.epoch}, {self.run.steps_done} steps done"
         return f"<{type(self).__name__} of {names}: {self._rule!r}, {at}>"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -316,8 +309,8 @@ class CustomOptimizer(OptimizerProxy):
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
         result = None if closure is None else self._run(closure)
-        if weight is not None or self.minibatch_weights.is_weighted is not False:
-            weight = self.minibatch_weights.checked(weight)
+        if weight is not None or self.run.weights.is_weighted is not False:
+            weight = self.run.weights.checked(weight)
         if self.sampler.num_to_run is not None and self._runs.has_reached(self.sampler.num_to_run):
             self._drop_minibatch()
             return False if closure is None else result
@@ -361,7 +354,7 @@ class CustomOptimizer(OptimizerProxy):
                 plan = self._cursor.plan
         finally:
             torch._C._set_grad_enabled(was_enabled)
-        if plan.is_last and self.limit is not None and self.limit.is_reached(self):
+        if plan.is_last and self.run.has_ended:
             self.sampler.end_run(self._runs.number)
             self._buffers.expect_skips(True)  # of minibatches that a loader has read ahead
             self._buffers.snapshot(True)
@@ -369,7 +362,7 @@ class CustomOptimizer(OptimizerProxy):
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
         if not self._attachments.is_empty:
-            self._attachments.after_minibatch(self, loss, is_complete=plan.is_last)
+            self._attachments.after_minibatch(self.run, loss, is_complete=plan.is_last)
         if self._cursor.shares is not None:
             self._cursor.shares.begin_minibatch()
         return plan.is_last
@@ -384,9 +377,9 @@ class CustomOptimizer(OptimizerProxy):
             if gradient is None:
                 return False
             step, weight = self._rule_step(), gradient.weight
-            if not self.steps_made:
+            if not self.run.steps_made:
                 self._checks.warn_without_gradients()
-            is_recorded = self._norm_every and any((self.steps_done + 1) % every == 0 for every in self._norm_every)
+            is_recorded = self._norm_every and any((self.run.steps_done + 1) % every == 0 for every in self._norm_every)
             self.gradient_norm = gradient.norm() if is_recorded else None
             outcome = self._flow.scale(step, gradient, skips=self.skip_nonfinite or self._loss_scale.is_used)
             if outcome.reason is None:
@@ -403,11 +396,7 @@ class CustomOptimizer(OptimizerProxy):
             self._buffers.restore(plan.is_idle or outcome.reason is not None, outcome.is_skipped)
             upcoming = self._cursor.next
             self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
-        self.steps_done += 1
-        self.steps_made += 1
-        self.samples_done += step.batch_size
-        if weight is not None:
-            self.minibatch_weights.add(weight)
+        self.run.count(step.batch_size, weight)
         if self._driver is not None:
             self._driver.after_step(plan.step)
             self._cursor.refresh()
@@ -415,9 +404,9 @@ class CustomOptimizer(OptimizerProxy):
             self._cursor.look_ahead()
         if self._cursor.shares is not None:
             self._cursor.shares.after_step(plan.step)
-        if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
+        if self.log_steps and self.run.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
             message = f"%s: batch size %d, learning rate %g, %d {self.sampler.unit} in all"
-            show(logger, message, str(self._cursor), step.batch_size, self.current_lr(), self.samples_done)
+            show(logger, message, str(self._cursor), step.batch_size, self.current_lr(), self.run.samples_done)
         return outcome.reason is None if outcome.is_skipped is None else outcome.is_skipped.logical_not()
 
     def _update(self, step: Step, gradient: StepGradient, outcome: Outcome) -> None:
@@ -601,7 +590,7 @@ class CustomOptimizer(OptimizerProxy):
         self._runs = self.sampler.new_count()
         self._accumulator.begin_epoch(self._cursor.epoch)
         self._loss_scale.reset()
-        self._attachments.begin_pass(self)
+        self._attachments.begin_pass(self.run)
         self._factors = []
         if not self._communicator.is_one_program:
             self._buffers.expect_skips(True)  # until the first minibatch shows whether a GradScaler is in use
@@ -632,7 +621,7 @@ class CustomOptimizer(OptimizerProxy):
                 samples, so that a schedule that was written for that batch size keeps its meaning, and otherwise for 1.
         """
         for part in parts:
-            self._attachments.add(part, self, per=per, every=every)
+            self._attachments.add(part, self, self.run, per=per, every=every)
 
     def epochs(
         self,
@@ -665,7 +654,7 @@ class CustomOptimizer(OptimizerProxy):
             ValueError: at the start, if the trace holds fewer epochs.
         """
         self._steps.join()
-        return self._attachments.epochs(self, num_epochs, Limit(progress, samples, tokens))
+        return self._attachments.epochs(self.run, num_epochs, Limit(progress, samples, tokens))
 
     def set_schedule(self, schedule: BaseSchedule) -> None:
         """Replace the schedule, and that of the sampler; ``set_epoch`` then selects a position in it."""
@@ -673,6 +662,26 @@ class CustomOptimizer(OptimizerProxy):
         if self._cursor.shares is not None:
             self._cursor.shares.begin(schedule, 0, 0)
         self._cursor.move(0)
+
+    @property
+    def steps_done(self) -> int:
+        """Steps so far, skipped ones included."""
+        return self.run.steps_done
+
+    @property
+    def samples_done(self) -> int:
+        """Samples in these."""
+        return self.run.samples_done
+
+    @property
+    def steps_made(self) -> int:
+        """Steps with this object, whatever state was loaded in between."""
+        return self.run.steps_made
+
+    @property
+    def minibatch_weights(self) -> TokenWeights:
+        """The weights of minibatches and their sum so far."""
+        return self.run.weights
 
     @property
     def epoch(self) -> int:
@@ -743,7 +752,7 @@ class CustomOptimizer(OptimizerProxy):
             size,
             of_one,
             self.ref_batchsize,
-            self.steps_done,
+            self.run.steps_done,
             population=self._population if is_drawn else None,
             samples_every=1 if layers is None else layers.every,
         )
@@ -768,8 +777,7 @@ class CustomOptimizer(OptimizerProxy):
     @property
     def progress(self) -> float:
         """How many steps at `ref_batchsize` the run is worth so far: with AdaScale, the sum of the gains."""
-        self._flow.settle()
-        return float(self._lr_scaler.progress)
+        return self.run.progress
 
     @property
     def late_progress(self) -> float:
@@ -779,7 +787,7 @@ class CustomOptimizer(OptimizerProxy):
     @property
     def weight_done(self) -> float:
         """The sum of all minibatches' weights so far, such as the tokens seen; reading it waits for the device."""
-        return self.minibatch_weights.done
+        return self.run.weights.done
 
     def gain(self, batch_size: int | None = None, group: int | None = None) -> float:
         """How many steps at `ref_batchsize` a step is worth, from the noise measured so far.
@@ -894,8 +902,8 @@ class CustomOptimizer(OptimizerProxy):
         own = {
             "epoch": self.epoch,
             "epoch_step": self.epoch_step,
-            "steps_done": self.steps_done,
-            "samples_done": self.samples_done,
+            "steps_done": self.run.steps_done,
+            "samples_done": self.run.samples_done,
             "steps_skipped": self.steps_skipped,
             **({} if self._driver is None else {self._driver.state_key: self._driver.state_dict()}),
             **self._steps.state_dict(),
@@ -903,7 +911,7 @@ class CustomOptimizer(OptimizerProxy):
             **({"late_progress": self._flow.late_progress} if self._flow.way == "on the device" else {}),
             **self._lr_scaler.state_dict(),
             **self._attachments.state_dict(),
-            "weights": self.minibatch_weights.state_dict(),
+            "weights": self.run.weights.state_dict(),
             "gradients": self._accumulator.state_dict(),
             "noise": None if self._flow.meter is None else self._flow.meter.state_dict(),
         }
@@ -935,7 +943,7 @@ class CustomOptimizer(OptimizerProxy):
             self._flow.meter.load_state_dict(own["noise"])
         if ("own_norms" in own["gradients"]) != (self._accumulator.own_norms is not None):
             self._flow.forget_noise()
-        self.steps_done, self.samples_done = own["steps_done"], own["samples_done"]
+        self.run.steps_done, self.run.samples_done = own["steps_done"], own["samples_done"]
         self._flow.num_skipped = own["steps_skipped"]
         if self._driver is not None:
             self._driver.load_state_dict(own.get(self._driver.state_key))
@@ -948,7 +956,7 @@ class CustomOptimizer(OptimizerProxy):
             self._cursor.schedule = self.sampler.schedule
             self._cursor.move(own["epoch"], own["epoch_step"])
             self._begin_epoch()
-        self.minibatch_weights.load_state_dict(own["weights"])
+        self.run.weights.load_state_dict(own["weights"])
         self._accumulator.load_state_dict(own["gradients"])
         if self._preconditioner is not None:
             self._preconditioner.refresh(has_updated=False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from variable_batch_size.cores import devices
-from variable_batch_size.cores.detect import everyone_for
+from variable_batch_size.optim.run import Run
 from variable_batch_size.policies.hints import Hints, hints_of
 from variable_batch_size.policies.policy import Decision, Situation, depth_of
 from variable_batch_size.policies.timing import PolicyTiming, Times
@@ -18,12 +18,12 @@ from variable_batch_size.schedules.schedule import Integers
 Record = dict[str, Any]
 
 
-def agree(optimizer: Any, numbers: Sequence[int] | Integers) -> list[int]:
+def agree(run: Run, numbers: Sequence[int] | Integers) -> list[int]:
     """Sum integers over all ranks, even those that share samples. Every rank calls it, all but rank 0 with zeros."""
-    communicator = everyone_for(optimizer.parameters(), optimizer.sampler.process_group)
+    communicator = run.everyone()
     if communicator.num_replicas == 1:
         return [int(number) for number in numbers]
-    device = next(iter(optimizer.parameters())).device
+    device = run.like.device
     with devices.preserve_rng(device):
         total: list[int] = communicator.total(torch.tensor(numbers, dtype=torch.int64).to(device)).tolist()
     return total
@@ -38,19 +38,18 @@ class PolicyDriver:
 
     state_key = "deciding"
 
-    def __init__(self, optimizer: Any, schedule: PolicySchedule) -> None:  # a CustomOptimizer
+    def __init__(self, run: Run, schedule: PolicySchedule) -> None:
         if schedule.num_ahead or schedule.num_done:
             raise RuntimeError("the policy of this sampler decides for another optimizer: make a sampler for each")
         self.loss: float | None = None  # the latest that a log has recorded
         self.latest: Record | None = None  # of the latest decision: step, batch size, noise scale, seconds, reason
-        self._optimizer, self._schedule = optimizer, schedule
+        self._run, self._schedule = run, schedule
         self._timing = PolicyTiming(schedule.policy)
         self.clock: Callable[[], float] = time.perf_counter  # in seconds
         self._listeners: list[Callable[[Record], Any]] = []
         self._began: float | None = None  # when the current step began
         self._began_update: float | None = None  # when its update began, if the host waits for it, on one core
-        device = next(iter(optimizer.parameters())).device
-        self._times_updates = schedule.num_replicas == 1 and device.type == "cpu"
+        self._times_updates = schedule.num_replicas == 1 and run.like.device.type == "cpu"
         self._spent: dict[int, float] = {}  # the seconds of all steps, on each number of cores
         self._pass = self._num_in_pass = 0  # the sampler's pass in the latest step; the steps of that pass so far
         situation = self._situation()
@@ -68,7 +67,7 @@ class PolicyDriver:
 
     def after_step(self, step: int) -> None:
         """Record a step, by its number in the run, and decide if it is time. Every rank must call it."""
-        schedule, num_passes = self._schedule, self._optimizer.sampler.num_passes
+        schedule, num_passes = self._schedule, self._run.sampler.num_passes
         now = self.clock()
         seconds = None if self._began is None else now - self._began
         if seconds is not None:
@@ -93,8 +92,8 @@ class PolicyDriver:
 
     def hints(self) -> Hints:
         """What the run is worth on other numbers of cores, from what has been measured so far."""
-        optimizer, schedule, timing = self._optimizer, self._schedule, self._timing
-        limit, num_epochs = optimizer.limit, optimizer.num_epochs
+        run, schedule, timing = self._run, self._schedule, self._timing
+        limit, num_epochs = run.limit, run.num_epochs
         ends = [] if limit is None or limit.samples is None else [math.ceil(limit.samples)]
         if num_epochs is not None and schedule.dataset_size is not None:
             ends.append(num_epochs * schedule.capacity)
@@ -105,7 +104,7 @@ class PolicyDriver:
             spent=self._spent,
             progress_goal=None if limit is None else limit.progress,
             samples_goal=min(ends, default=None),
-            restart_seconds=optimizer.restart_seconds,
+            restart_seconds=run.restart_seconds,
         )
 
     @property
@@ -114,11 +113,11 @@ class PolicyDriver:
 
     def _decide(self) -> None:
         """Let rank 0 decide, and broadcast its decision to all ranks, including those that share its samples."""
-        communicator = everyone_for(self._optimizer.parameters(), self._optimizer.sampler.process_group)
+        communicator = self._run.everyone()
         situation = self._situation()
         decision = self._timing.answer(situation) if communicator.rank == 0 else Decision(0, "decided by core 0")
         if communicator.num_replicas > 1:
-            decision = Decision(agree(self._optimizer, [decision.batch_size])[0], decision.reason)
+            decision = Decision(agree(self._run, [decision.batch_size])[0], decision.reason)
             self._timing.take_over(decision.batch_size)
         self._append(decision, situation)
 
@@ -140,25 +139,25 @@ class PolicyDriver:
             listener(self.latest)
 
     def _situation(self) -> Situation:
-        optimizer, schedule = self._optimizer, self._schedule
+        run, schedule = self._run, self._schedule
         try:
-            noise_scale = optimizer.noise_scale_in_samples
+            noise_scale = run.noise_scale_in_samples()
         except RuntimeError:
             noise_scale = None
             if schedule.policy.needs_noise:
                 raise ValueError(
-                    f"{schedule.name} decides by the gradient noise, which {type(optimizer.rule).__name__} does not "
+                    f"{schedule.name} decides by the gradient noise, which {run.rule_name} does not "
                     "measure: use AdaScaleRule, or pass `measure_noise=True`"
                 ) from None
         return Situation(
             cores=schedule.num_replicas,
             minibatch_size=schedule.minibatch_size,
             max_minibatch_size=schedule.max_minibatch_size,
-            ref_batchsize=optimizer.ref_batchsize,
+            ref_batchsize=run.ref_batchsize,
             noise_scale=noise_scale,
-            steps_done=optimizer.steps_done,
-            samples_done=optimizer.samples_done,
-            progress=optimizer.progress,
+            steps_done=run.steps_done,
+            samples_done=run.samples_done,
+            progress=run.progress,
             loss=self.loss,
             capacity=None if schedule.dataset_size is None else schedule.capacity,
         )

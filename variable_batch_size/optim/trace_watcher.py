@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.optim.policy_driver import PolicyDriver, Record, agree
+from variable_batch_size.optim.run import Run
 from variable_batch_size.schedules.policy_schedule import PolicySchedule
 from variable_batch_size.schedules.schedule import BaseSchedule, Integers
 from variable_batch_size.schedules.watched import WatchedSchedule
@@ -22,16 +22,17 @@ class TraceWatcher:
 
     state_key = "watching"
 
-    def __init__(self, optimizer: Any, schedule: WatchedSchedule) -> None:  # a CustomOptimizer
+    def __init__(self, run: Run, schedule: WatchedSchedule) -> None:
         self.loss: float | None = None  # not used
-        self._optimizer = optimizer
-        rank = everyone_for(optimizer.parameters(), optimizer.sampler.process_group).rank
+        self._run = run
+        rank = run.everyone().rank
         self._file = schedule.file() if rank == 0 else None
         self._replace(schedule.trace.sizes if rank == 0 else None, schedule, is_first=True)
 
     @property
     def _schedule(self) -> WatchedSchedule:
-        schedule: WatchedSchedule = self._optimizer.sampler.schedule  # a checkpoint may replace it
+        schedule = self._run.sampler.schedule  # a checkpoint may replace it
+        assert isinstance(schedule, WatchedSchedule)
         return schedule
 
     def before_update(self) -> None:
@@ -49,10 +50,10 @@ class TraceWatcher:
 
     def _replace(self, rows: Integers | None, schedule: WatchedSchedule, *, is_first: bool = False) -> None:
         """Replace the rows on all ranks with those of rank 0, if it has any; at first all of them."""
-        (number,) = agree(self._optimizer, [0 if rows is None else len(rows)])
+        (number,) = agree(self._run, [0 if rows is None else len(rows)])
         if number:
             rows = np.zeros(number, dtype=np.int64) if rows is None else rows
-            schedule.replace_rows(np.array(agree(self._optimizer, rows)), all_rows=is_first)
+            schedule.replace_rows(np.array(agree(self._run, rows)), all_rows=is_first)
 
     def report(self) -> dict[str, float]:
         return {}
@@ -72,8 +73,8 @@ class TraceWatcher:
             self._schedule.load_fixed_state({**state, **rows})
 
 
-def driver_for(optimizer: Any, schedule: BaseSchedule) -> PolicyDriver | TraceWatcher | None:
+def driver_for(run: Run, schedule: BaseSchedule) -> PolicyDriver | TraceWatcher | None:
     """What changes a live schedule after each step; None for one that is known from the start."""
     if isinstance(schedule, PolicySchedule):
-        return PolicyDriver(optimizer, schedule)
-    return TraceWatcher(optimizer, schedule) if isinstance(schedule, WatchedSchedule) else None
+        return PolicyDriver(run, schedule)
+    return TraceWatcher(run, schedule) if isinstance(schedule, WatchedSchedule) else None

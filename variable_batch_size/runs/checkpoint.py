@@ -18,10 +18,10 @@ from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.cores.messages import show
 from variable_batch_size.files import DECISIONS, EXECUTED, write_text
-from variable_batch_size.optim.attachments import Limit
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
+from variable_batch_size.optim.run import Limit
 from variable_batch_size.policies.hints import HINTS
 from variable_batch_size.policies.policy import depth_of
 from variable_batch_size.runs import state_file
@@ -231,7 +231,7 @@ class Checkpoint:
         With `progress`, `samples` or `tokens`, the run ends after the step that reaches one of them, even within an
         epoch, as in :meth:`CustomOptimizer.epochs`. Called with a larger value, it resumes there.
         """
-        limit, optimizer = Limit(progress, samples, tokens), self._optimizer
+        limit, run = Limit(progress, samples, tokens), self._optimizer.run
         most = limit.num_epochs(num_epochs, self._sampler.schedule)
         on_interrupt = None if self.directory is None else self._announce_save
         with signals.listening(on_interrupt), contextlib.ExitStack() as at_end:
@@ -239,16 +239,16 @@ class Checkpoint:
                 self._acquire()
                 at_end.callback(self._store.release)
             at_end.callback(self.wait)
-            at_end.enter_context(limit.applied(optimizer, most))
-            while (most is None or self._epoch < most) and not limit.is_reached(optimizer):
+            at_end.enter_context(run.limited(limit, most))
+            while (most is None or self._epoch < most) and not run.is_at(limit):
                 self._begin_epoch()
                 yield self._epoch
-                is_within = limit.is_reached(optimizer) and not optimizer.has_completed_epoch
+                is_within = run.is_at(limit) and not run.has_completed_epoch
                 if not is_within:
                     self._end_epoch()
                 most = limit.epochs_now(num_epochs, self._sampler.schedule)
                 signal = self._coordinator.poll()
-                if is_within or self._epoch == most or limit.is_reached(optimizer):
+                if is_within or self._epoch == most or run.is_at(limit):
                     self.save()
                     signal = self._coordinator.poll()  # again, as there is no later poll
                 elif signal.save_due or signal.stop_requested:
@@ -256,7 +256,7 @@ class Checkpoint:
                 if signal.stop_requested:
                     self._stop()
             self._restore_random()  # if the run was complete already
-        limit.warn_unless_reached(optimizer, num_epochs)
+        run.warn_unless_at(limit, num_epochs)
 
     def step(self) -> None:
         """Save if it is time, and stop if that was requested. Call it at the end of the loop body, after schedulers."""
@@ -338,7 +338,7 @@ class Checkpoint:
 
     def _write_hints(self) -> None:
         if self._seconds_to_start is not None:
-            self._optimizer.restart_seconds = self._seconds_to_start + self._seconds_to_save
+            self._optimizer.run.restart_seconds = self._seconds_to_start + self._seconds_to_save
         hints = self._optimizer.hints()  # on all ranks, as it may read from the device
         if self._communicator.rank == 0:
             write_text(self._store.folder / HINTS, json.dumps(hints) + "\n")
