@@ -13,7 +13,7 @@ from .data.sampler import CustomSampler as CustomSampler
 from .data.sampler import DataLoader as DataLoader
 from .data.stream import Stream as Stream
 from .data.token_budget import TokenBudget as TokenBudget
-from .lab import planning as planning
+from .lab import planning as planning  # its Python interface may change, as that of Workload
 from .lab.comparison.workload import Workload as Workload
 from .optim.buffers import share_buffers as share_buffers
 from .optim.optimizer import CustomOptimizer as CustomOptimizer

@@ -54,9 +54,10 @@ def is_decided(trace: Any) -> bool:
 class MinibatchSource(ABC):
     """A schedule, this core's rank in it, and the current pass over the data.
 
-    The source owns the position of a run: optimizers attach to it, and its :meth:`set_epoch` moves them, too. It counts
-    the minibatches that are read, and compares them with those that each optimizer runs. The arguments are those of
-    :class:`CustomSampler`. Without a `dataset_size` all steps are one epoch.
+    The source owns the epoch, and the step at which a pass starts. Optimizers attach to it, each with a cursor of its
+    own in the steps, and its :meth:`set_epoch` moves them, too. It counts the minibatches that are read, and compares
+    them with those that each optimizer runs. The arguments are those of :class:`CustomSampler`. Without a
+    `dataset_size` all steps are one epoch.
     """
 
     # whether step() raises for a minibatch that was not read from here. Set it to False for a loop that calls step() as

@@ -427,7 +427,7 @@ class CustomOptimizer(OptimizerProxy):
             self._preconditioner.refresh()
 
     def _prepare_next(self) -> None:
-        """Before each minibatch."""
+        """At the end of step() and of set_epoch(): prepare for the next minibatch."""
         if (layers := self._accumulator.norm_layers) is not None:
             layers.expect(self._cursor.next)
         if self._cursor.schedule.lockstep:

@@ -296,7 +296,10 @@ class GradientAccumulator(ABC):
         return plan._replace(num_minibatches=max(1, totals.own))
 
     def _factor(self, plan: StepPlan) -> float:
-        """What to multiply this rank's sum by before it is reduced: 1/n, as n is known on the host; W is not."""
+        """What to multiply the sum by: 1/n, as n is known on the host; W is not.
+
+        In floating point that is before the reduction; in fixed point, and where fully_shard has summed, after it.
+        """
         multiple = plan.num_minibatches if self.sums_gradients else 1
         return multiple / (1 if self._is_weighted else plan.num_minibatches)
 
