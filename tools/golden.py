@@ -1,26 +1,30 @@
-"""Check that a code change does not change any run, to the last bit.
+"""Check that a code change does not change any run, to the last bit: record before and after it, and compare.
 
-    PYTHONPATH=$PWD python tools/golden.py record new.jsonl
+    PYTHONPATH=$PWD python tools/golden.py record new.jsonl --fast    # a part, in one process: after each small change
+    PYTHONPATH=$PWD python tools/golden.py record new.jsonl           # everything
     python tools/golden.py compare old.jsonl new.jsonl
 
-`record` makes the runs of ``golden_scenarios.py`` with whichever `variable_batch_size` is importable, in one process
-and on 1 to 4 gloo processes, and writes a line for each run and rank. For another commit, set PYTHONPATH to a worktree
-of it and call the same program: it uses public names alone, wherever they are, and old or new names of options
-(``golden_recorder.py``). A line has
+`record` makes the runs of ``golden_scenarios.py`` with whichever `variable_batch_size` is importable, and writes a line
+for each run and rank. For another commit, set PYTHONPATH to a worktree of it and call the same program, which uses
+public names only. The runs are made in one process (``0``), on 1 to 4 gloo processes (``1`` …), on elastic cores, of
+which one is killed (``elastic``), on virtual XLA cores (``xla1``, ``xla2``, ``xla4``) and on a GPU (``cuda``); see
+``--cores``. A line has
 
-- for each step: digests of weights, buffers, the inner optimizer's state, the gradients and settings that it was given,
-  samples and losses of this rank; lr, factor, gain, gradient norm, weight, progress, noise scale; whether it updated;
-  and collectives, their bytes and waits of the host so far;
+- for each step: where it is; the samples of this rank's minibatches, their losses, what step() returned; collectives,
+  their bytes and waits of the host so far; noise, gain, factor, lr; the gradients and settings that the inner optimizer
+  was given, and the settings after it; digests of weights, buffers and the inner optimizer's state; whether it updated;
+  progress; the numbers in messages;
 - for the run: calls and bytes of each type of collective and waits of the host, separately for before the first
-  step; batch sizes, XLA graphs, and every leaf of ``optimizer.state_dict()``.
+  step; log records, decisions, executed traces, checkpoints; XLA graphs, and for a run of which nothing else is
+  recorded also executions and transfers; every leaf of ``optimizer.state_dict()``.
 
-`compare` prints the first difference of each run and exits with 1 if there is any that the tables below do not allow.
-During development, record a part: ``record new.jsonl --cores 0 2 --only "*adascale*"`` is compared with the same part
-of a full record, except for runs that are resumed from one number of cores to the next.
+`compare` takes two files, or two directories with files of the same names. It prints the first difference of each run:
+in the first step that differs on any rank, the number that is computed first. It exits with 1 if there is any that the
+tables below do not allow. A part, as ``record new.jsonl --cores 0 2 --only "*adascale*"``, is compared with the same of
+a full record, except for runs that are resumed from one number of cores to the next.
 
 Clocks of the time module are replaced, so that policies and checkpoints decide alike in every run. Two records of the
-same code on the same machine are equal. On XLA, where torch_xla is installed, the marked scenarios run on 1, 2 and 4
-virtual cores as well.
+same code on the same machine are equal.
 """
 
 from __future__ import annotations
@@ -28,16 +32,20 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
+import functools
 import gc
 import importlib.util
 import itertools
 import json
-import logging
+import os
 import platform
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +53,12 @@ import golden_scenarios
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from golden_recorder import Recorder
+from golden_recorder import Recorder, keep_messages, xla_counts
+from golden_training import make_meshes
 
 import variable_batch_size as vbs
+
+PLACES = ("0", "1", "2", "3", "4", "elastic", "xla1", "xla2", "xla4", "cuda")
 
 # prefixes of paths in the state dict that changed in the new record; None for removed leaves
 RENAMED_STATE: dict[str, str | None] = {}
@@ -56,92 +67,113 @@ RENAMED_STATE: dict[str, str | None] = {}
 NEW_STATE: tuple[str, ...] = ()
 
 # other intended differences: pattern of the run, pattern of the path in it, reason
-ALLOWED: tuple[tuple[str, str, str], ...] = (
-    ("*", "run.setup*", "the option loss_scale is gone, so ranks compare one number less before the first step"),
-    ("fully_shard*", "*counts*", "loss scales are no longer sent, which saves bytes and waits"),
-    ("fully_shard*", "run.collectives*", "the same"),
-    ("fully_shard*", "run.waits*", "the same"),
-)
+ALLOWED: tuple[tuple[str, str, str], ...] = ()
 
 LIMIT = datetime.timedelta(seconds=300)  # timeout of a collective: a rank that waits longer waits for a failed one
+# XLA compiles a program in a fraction of the time
+QUICKLY = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+
+Run = dict[str, Any]
+Key = tuple[str, str, int]  # scenario, place and rank
 
 
 # ------------------------------------------------------------------------------------------------------------- record
 
 
-def record(path: Path, cores: list[int], only: str) -> int:
+def record(path: Path, places: list[str], only: str, *, is_fast: bool) -> int:
     """Make and record all runs; returns the number of failed ones."""
-    names = [name for name in golden_scenarios.SCENARIOS if fnmatch.fnmatch(name, only)]
+    header = {"package": str(Path(vbs.__file__).parent), "torch": torch.__version__, "machine": platform.machine()}
+    header |= {"cores": places, "only": only, "is_fast": is_fast}
     num_failed, started_at = 0, time.monotonic()
     with tempfile.TemporaryDirectory() as directory, path.open("w") as file:
-        made_of = {"package": str(Path(vbs.__file__).parent), "torch": torch.__version__, "machine": platform.machine()}
-        file.write(json.dumps({**made_of, "cores": cores, "only": only}) + "\n")
-        on_xla = ["xla 1", "xla 2", "xla 4"] if importlib.util.find_spec("torch_xla") else []
-        for where in [*cores, *on_xla]:
-            chosen = [name for name in names if _is_made(name, where)]
+        file.write(json.dumps(header) + "\n")
+        for place in places:
+            names = [name for name in golden_scenarios.SCENARIOS if _is_selected(header, name, place)]
             begun_at = time.monotonic()
-            for line in _lines(chosen, where, Path(directory)):
+            for line in _lines(names, place, Path(directory)):
                 file.write(json.dumps(line) + "\n")
                 num_failed += "error" in line
                 if "error" in line:
-                    print(f"{line['scenario']} on {where} failed:\n{line['error']}", file=sys.stderr)
-            print(f"{len(chosen)} runs on {where} cores: {time.monotonic() - begun_at:.0f} s", file=sys.stderr)
+                    print(f"{line['scenario']} on {place} failed:\n{line['error']}", file=sys.stderr)
+            print(f"{len(names)} runs on {place}: {time.monotonic() - begun_at:.0f} s", file=sys.stderr)
     print(f"{path}: {time.monotonic() - started_at:.0f} s, {num_failed} failed", file=sys.stderr)
     return num_failed
 
 
-def _is_made(name: str, where: int | str) -> bool:
-    scenario = golden_scenarios.SCENARIOS[name]
-    return scenario.on_xla if isinstance(where, str) else where in scenario.cores
+def _is_selected(header: dict[str, Any], name: str, place: str) -> bool:
+    """Whether a record with this header contains a run."""
+    scenario = golden_scenarios.SCENARIOS.get(name)
+    return (
+        place in header["cores"]
+        and fnmatch.fnmatch(name, header["only"])
+        and (name in golden_scenarios.FAST or not header["is_fast"])
+        and (scenario is None or scenario.is_made_at(place))
+    )
 
 
-def _lines(names: list[str], where: int | str, directory: Path) -> Iterator[dict[str, Any]]:
-    if not names:
-        return
-    if isinstance(where, str):
-        found = vbs.launch(_run_on_xla, (names, str(directory)), cores=int(where.split()[1]), backend="xla")
-        for rank, records in enumerate(found):
-            yield from ({"scenario": name, "cores": where, "rank": rank, **made} for name, made in records.items())
-        return
+def _lines(names: list[str], place: str, directory: Path) -> Iterator[Run]:
+    """The record of each run on each rank; as many runs at a time as there are processors for their processes."""
+    if place.startswith("xla"):
+        yield from _lines_on_xla(names, place, directory)
+    elif place == "elastic":
+        for name in names:
+            yield from _lines_on_elastic_cores(name, directory)
+    else:
+        number = (os.cpu_count() or 1) // _num_processes(place) or 1
+        parts = [names[first::number] for first in range(number)]
+        with ThreadPoolExecutor(number) as threads:
+            for lines in threads.map(lambda part: list(_lines_on_processes(part, place, directory)), parts):
+                yield from lines
+
+
+def _lines_on_processes(names: list[str], place: str, directory: Path) -> Iterator[Run]:
     while names:
         with tempfile.TemporaryDirectory() as results:
-            error = _run_on_processes(names, where, directory, Path(results))
-            done = [
-                path.read_text().splitlines() for path in sorted(Path(results).iterdir()) if path.suffix == ".jsonl"
-            ]
-        num_done = min(map(len, done), default=0) if len(done) == max(where, 1) else 0
+            error = _run_on_processes(names, place, directory, Path(results))
+            done = [path.read_text().splitlines() for path in sorted(Path(results).glob("*.jsonl"))]
+        num_done = min(map(len, done), default=0) if len(done) == _num_processes(place) else 0
         for lines in zip(*(lines[:num_done] for lines in done), strict=True):
             yield from map(json.loads, lines)
         names = names[num_done:]
         if names and error is not None:  # all ranks stopped at the scenario that failed on one of them
-            yield {"scenario": names[0], "cores": where, "rank": 0, "error": error}
+            yield {"scenario": names[0], "cores": place, "rank": 0, "error": error}
             names = names[1:]
 
 
-def _run_on_processes(names: list[str], cores: int, directory: Path, results: Path) -> str | None:
+def _num_processes(place: str) -> int:
+    return max(1, int(place)) if place.isdecimal() else 1
+
+
+def _run_on_processes(names: list[str], place: str, directory: Path, results: Path) -> str | None:
     """Make the runs in forked processes, one after another; returns the traceback of a failed one."""
     try:
         mp.start_processes(
-            _work, (names, cores, directory, results), nprocs=max(cores, 1), start_method="fork", join=True
+            _work, (names, place, directory, results), nprocs=_num_processes(place), start_method="fork", join=True
         )
     except Exception as error:
         return str(error)
     return None
 
 
-def _work(rank: int, names: list[str], cores: int, directory: Path, results: Path) -> None:
+def _work(rank: int, names: list[str], place: str, directory: Path, results: Path) -> None:
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
+    keep_messages()
     gc.collect()
     gc.freeze()  # imported modules, before there is a model: collecting after each run takes a tenth of the time
+    cores, device = int(place) if place.isdecimal() else 0, torch.device("cuda" if place == "cuda" else "cpu")
+    if device.type == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
     if cores:
         store = f"file://{results}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=cores, timeout=LIMIT)
-        golden_scenarios.make_meshes()
+        make_meshes()
     with (results / f"{rank}.jsonl").open("w") as file:
         for name in names:
-            made = golden_scenarios.run(name, Recorder(_folder(directory, name), torch.device("cpu")))
-            file.write(json.dumps({"scenario": name, "cores": cores, "rank": rank, **made}) + "\n")
+            made = golden_scenarios.run(name, Recorder(_folder(directory, name), device))
+            file.write(json.dumps({"scenario": name, "cores": place, "rank": rank, **made}) + "\n")
             file.flush()
             gc.collect()  # release the wrapped models of this run before the next one
             if cores:
@@ -150,12 +182,74 @@ def _work(rank: int, names: list[str], cores: int, directory: Path, results: Pat
         dist.destroy_process_group()
 
 
-def _run_on_xla(names: list[str], directory: str) -> dict[str, Any]:
+def _lines_on_elastic_cores(name: str, directory: Path) -> Iterator[Run]:
+    cores = golden_scenarios.SCENARIOS[name].elastic
+    try:
+        found = vbs.launch(_run_on_elastic_core, (name, str(directory)), cores=cores, elastic=(1, cores))
+    except RuntimeError as error:
+        found = [{"error": str(error)}]
+    yield from ({"scenario": name, "cores": "elastic", "rank": rank, **made} for rank, made in enumerate(found))
+
+
+def _run_on_elastic_core(name: str, directory: str) -> Run:
+    torch.set_num_threads(1)
+    keep_messages()
+    recorder = Recorder(_folder(Path(directory), name), torch.device("cpu"), has_own_clock=False)
+    return golden_scenarios.run(name, recorder)
+
+
+def _lines_on_xla(names: list[str], place: str, directory: Path) -> Iterator[Run]:
+    cores, before = int(place.removeprefix("xla")), os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = QUICKLY
+    try:
+        found = vbs.launch(_run_on_xla, (names, cores, str(directory)), cores=cores, backend="xla") if names else []
+    finally:
+        os.environ.update({"XLA_FLAGS": before} if before is not None else {})
+    for rank, records in enumerate(found):
+        yield from ({"scenario": name, "cores": place, "rank": rank, **made} for name, made in records.items())
+
+
+def _run_on_xla(names: list[str], cores: int, directory: str) -> dict[str, Run]:
+    """On a core, which is a thread: each run twice, as recording starts graphs and transfers of its own."""
     import torch_xla
 
-    logging.disable(logging.WARNING)
-    device = torch_xla.device()
-    return {name: golden_scenarios.run(name, Recorder(_folder(Path(directory), name), device)) for name in names}
+    keep_messages()
+    device, found = torch_xla.device(), {}
+    for name in names:
+        try:
+            folder = _folder(Path(directory), name)
+            made = golden_scenarios.run(name, Recorder(folder, device, has_own_clock=False))
+            before = _counts_of_all(cores)
+            golden_scenarios.run(name, Recorder(folder, device, has_own_clock=False, is_quiet=True))
+            after = _counts_of_all(cores)
+            made["run"]["unobserved"] = {counter: after[counter] - before[counter] for counter in after}
+            found[name] = made
+        except Exception:
+            if cores > 1:  # the others would wait for this core
+                raise
+            found[name] = {"error": traceback.format_exc()}
+    return found
+
+
+def _counts_of_all(cores: int) -> dict[str, int]:
+    """The counters of XLA when all cores are here."""
+    _barrier(cores).wait(LIMIT.total_seconds())
+    counts = xla_counts()
+    _barrier(cores).wait(LIMIT.total_seconds())
+    return counts
+
+
+_making_barrier = threading.Lock()
+
+
+def _barrier(cores: int) -> threading.Barrier:
+    with _making_barrier:
+        return _made_barrier(cores)
+
+
+@functools.cache
+def _made_barrier(cores: int) -> threading.Barrier:
+    return threading.Barrier(cores)
 
 
 def _folder(directory: Path, name: str) -> Path:
@@ -167,57 +261,98 @@ def _folder(directory: Path, name: str) -> Path:
 # ------------------------------------------------------------------------------------------------------------ compare
 
 
-def compare(old_path: Path, new_path: Path, only: str) -> int:
+def compare(old_path: Path, new_path: Path, only: str = "*", ignored: tuple[str, ...] = ()) -> int:
     """Print the first difference of each run; returns the number of runs with differences that are not allowed."""
+    if old_path.is_dir() or new_path.is_dir():
+        names = sorted({path.name for folder in (old_path, new_path) for path in folder.glob("*.jsonl")})
+        found = 0
+        for name in names:
+            missing = [str(folder) for folder in (old_path, new_path) if not (folder / name).exists()]
+            print(f"{name}:", f"missing in {' and '.join(missing)}" if missing else "")
+            found += 1 if missing else compare(old_path / name, new_path / name, only, ignored)
+        return found
     (old_header, old), (new_header, new) = _read(old_path), _read(new_path)
-    keys = sorted(key for key in {*old, *new} if fnmatch.fnmatch(_name(*key[:2]), only))
-    for header in (old_header, new_header):  # a record may contain only some runs
-        keys = [key for key in keys if fnmatch.fnmatch(key[0], header["only"])]
-        keys = [key for key in keys if not key[1].isdecimal() or int(key[1]) in header["cores"]]
-    if old_header["cores"] != new_header["cores"]:  # these are resumed from the previous number of cores
-        keys = [key for key in keys if not key[0].startswith(golden_scenarios.CHAINED)]
-    num_different = num_allowed = 0
-    for key, runs in itertools.groupby(keys, key=lambda key: key[:2]):
-        name = _name(*key)
-        found = [(rank, path, was, now) for *_, rank in runs for path, was, now in _differences(old, new, (*key, rank))]
-        refused = [difference for difference in found if not _is_allowed(name, difference[1])]
-        num_allowed += len(found) - len(refused)
+    num_runs = num_different = num_allowed = 0
+    for (name, place), keys in itertools.groupby(sorted({*old, *new}), key=lambda key: key[:2]):
+        in_both = all(_is_selected(header, name, place) for header in (old_header, new_header))
+        # these are resumed from the previous number of cores
+        is_other = name in golden_scenarios.CHAINED and old_header["cores"] != new_header["cores"]
+        if not in_both or is_other or not fnmatch.fnmatch(_title(name, place), only):
+            continue
+        found = [difference for key in keys for difference in _differences(old.get(key), new.get(key), key[2])]
+        found = [one for one in found if not any(fnmatch.fnmatch(one.path, pattern) for pattern in ignored)]
+        refused = [one for one in found if not _is_allowed(_title(name, place), one.path)]
+        num_runs, num_allowed = num_runs + 1, num_allowed + len(found) - len(refused)
         if refused:
             num_different += 1
-            rank, path, was, now = refused[0]
-            print(f"{name}, rank {rank}: {path} was {_short(was)}, is {_short(now)} ({len(refused)} differences)")
-    print(f"{len({key[:2] for key in keys})} runs: {num_different} differ; {num_allowed} allowed differences")
+            print(f"{_title(name, place)}: {_in_words(refused)}")
+    print(f"{num_runs} runs: {num_different} differ; {num_allowed} allowed differences")
     return num_different
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, str, int], dict[str, Any]]]:
-    """The header, and every run by scenario, cores and rank."""
+def _read(path: Path) -> tuple[dict[str, Any], dict[Key, Run]]:
+    """The header, and every run by scenario, place and rank."""
     first, *lines = path.read_text().splitlines()
     runs = map(json.loads, lines)
-    header = {"cores": list(golden_scenarios.ALL_CORES), "only": "*"} | json.loads(first)
-    return header, {(run["scenario"], str(run["cores"]), run["rank"]): run for run in runs}
+    return json.loads(first), {(run["scenario"], run["cores"], run["rank"]): run for run in runs}
 
 
-def _name(scenario: str, cores: int | str) -> str:
-    return f"{scenario} on {cores} cores"
+def _title(name: str, place: str) -> str:
+    return f"{name} on {place}"
 
 
-def _differences(old: Any, new: Any, key: tuple[str, str, int]) -> Iterator[tuple[str, Any, Any]]:
-    """Path, old and new value; the steps come first, in their order."""
-    if key not in old or key not in new:
-        yield "the run", "there" if key in old else "missing", "there" if key in new else "missing"
+class Difference:
+    """A number that differs, in a step if there is one, otherwise in the complete run."""
+
+    def __init__(self, rank: int, step: int | None, where: str, path: str, was: Any, now: Any) -> None:
+        self.rank, self.step, self.where, self.path, self.was, self.now = rank, step, where, path, was, now
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Errors and missing ranks first, then by step, what concerns the complete run last."""
+        return (-1 if self.path in ("", "error") else float("inf") if self.step is None else self.step), self.rank
+
+    def __str__(self) -> str:
+        name = self.path.partition(".")[2] if self.step is not None else self.path
+        return f"rank {self.rank}, {self.where}: {name} was {_short(self.was)}, is {_short(self.now)}"
+
+
+def _in_words(differences: list[Difference]) -> str:
+    """The first one, and how many others there are."""
+    first = min(differences, key=lambda one: one.order)  # the first one of a rank's step, as they are in order
+    steps = sorted({one.step for one in differences if one.step is not None})
+    of_steps = f", in {len(steps)} steps up to step {steps[-1]}" if steps else ""
+    others = f"; {len(differences) - 1} other differences{of_steps}" if len(differences) > 1 else ""
+    return f"{first}{others}"
+
+
+def _differences(was: Run | None, now: Run | None, rank: int) -> Iterator[Difference]:
+    """All differences of a rank's run; those of the steps come first, in their order."""
+    if was is None or now is None:
+        there = ("missing" if was is None else "there"), ("missing" if now is None else "there")
+        yield Difference(rank, None, "the run", "", *there)
         return
-    was, now = ({"error": None, "steps": [], "run": {}} | side[key] for side in (old, new))
-    was["run"] = was["run"] | {"state_dict": _renamed(was["run"].get("state_dict", {}))}
-    now["run"] = now["run"] | {
-        "state_dict": {
-            path: value
-            for path, value in now["run"].get("state_dict", {}).items()
-            if not any(fnmatch.fnmatch(path, pattern) for pattern in NEW_STATE)
-        }
-    }
-    for part in ("error", "steps", "run"):
-        yield from _walk(was[part], now[part], part)
+    for path, *values in _walk(was.get("error"), now.get("error"), "error"):
+        yield Difference(rank, None, "the run", path, *values)
+    pairs = itertools.zip_longest(was.get("steps", []), now.get("steps", []), fillvalue="missing")
+    for number, (one, other) in enumerate(pairs):
+        here = one if isinstance(one, dict) else other
+        where = f"step {number} ({_place_in_words(here)})"
+        for path, *values in _walk(one, other, f"steps[{number}]"):
+            yield Difference(rank, number, where, path, *values)
+    of_run = [{**side.get("run", {})} for side in (was, now)]
+    of_run[0]["state_dict"] = _renamed(of_run[0].get("state_dict", {}))
+    of_run[1]["state_dict"] = _without_new(of_run[1].get("state_dict", {}))
+    for path, *values in _walk(*of_run, "run"):
+        yield Difference(rank, None, "the complete run", path, *values)
+
+
+def _place_in_words(step: Run) -> str:
+    if "at" not in step:
+        return "?"
+    epoch, epoch_step, steps_done, _ = step["at"]
+    size = f", batch size {step['batch_size']}" if "batch_size" in step else ", the state before it"
+    return f"optimizer {step['optimizer']}, epoch {epoch}, {epoch_step} steps of it and {steps_done} in all{size}"
 
 
 def _renamed(state: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +363,11 @@ def _renamed(state: dict[str, Any]) -> dict[str, Any]:
             if not (after is None and path.startswith(before))
         }
     return state
+
+
+def _without_new(state: dict[str, Any]) -> dict[str, Any]:
+    is_new = {path: any(fnmatch.fnmatch(path, pattern) for pattern in NEW_STATE) for path in state}
+    return {path: value for path, value in state.items() if not is_new[path]}
 
 
 def _walk(was: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -241,8 +381,8 @@ def _walk(was: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
         yield path, was, now
 
 
-def _is_allowed(name: str, path: str) -> bool:
-    return any(fnmatch.fnmatch(name, run) and fnmatch.fnmatch(path, place) for run, place, _ in ALLOWED)
+def _is_allowed(title: str, path: str) -> bool:
+    return any(fnmatch.fnmatch(title, run) and fnmatch.fnmatch(path, place) for run, place, _ in ALLOWED)
 
 
 def _short(value: Any) -> str:
@@ -250,21 +390,29 @@ def _short(value: Any) -> str:
     return text if len(text) < 100 else f"{text[:97]}..."
 
 
+def _usual_places() -> list[str]:
+    has_xla = importlib.util.find_spec("torch_xla") is not None
+    return [*PLACES[:6], *(["xla1", "xla2"] if has_xla else []), *(["cuda"] if torch.cuda.is_available() else [])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record", help="make the runs and write what they did")
     recording.add_argument("path", type=Path)
-    recording.add_argument("--cores", type=int, nargs="*", default=list(golden_scenarios.ALL_CORES))
+    recording.add_argument("--cores", nargs="*", choices=PLACES, help="where to make them")
     recording.add_argument("--only", default="*", help="a pattern of scenarios' names")
+    recording.add_argument("--fast", action="store_true", help="a part of the runs, in one process")
     comparing = commands.add_parser("compare", help="print the first difference of each run")
-    comparing.add_argument("old", type=Path)
+    comparing.add_argument("old", type=Path, help="a record, or a directory of records")
     comparing.add_argument("new", type=Path)
-    comparing.add_argument("--only", default="*", help='a pattern of runs, as "adascale* on [02] cores"')
+    comparing.add_argument("--only", default="*", help='a pattern of runs, as "adascale* on [02]"')
+    comparing.add_argument("--ignore", nargs="*", default=[], help='patterns of paths, as "run.state_dict*" "*.waits"')
     given = parser.parse_args()
     if given.command == "record":
-        sys.exit(bool(record(given.path, given.cores, given.only)))
-    sys.exit(bool(compare(given.old, given.new, given.only)))
+        places = given.cores or (["0"] if given.fast else _usual_places())
+        sys.exit(bool(record(given.path, places, given.only, is_fast=given.fast)))
+    sys.exit(bool(compare(given.old, given.new, given.only, tuple(given.ignore))))
 
 
 if __name__ == "__main__":

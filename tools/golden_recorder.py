@@ -1,14 +1,14 @@
-"""Record a run through the public API only: digests of every step, collectives and host synchronizations."""
+"""Record a run through the public API only: the numbers of every step, collectives and waits of the host."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import hashlib
-import importlib
-import inspect
-import json
+import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,55 +19,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import variable_batch_size as vbs
-
-SUBMODULES = ("rules", "policies", "traces", "planning", "schedules", "cores", "data", "optim", "runs")
-
-# options and methods that were renamed in later versions; the available one is used
-NEW_NAMES = {
-    "keep_gradients": "gradient_as_bucket_view",
-    "reduce_once": "reduce_scatter_once",
-    "every": "interval_steps",
-    "lead": "lead_steps",
-    "accept": "allow_changes",
-    "keep_gradient_norm": "record_grad_norm",
-    "tell": "report_metric",
-}
-
 # settings of a parameter group that the inner optimizer reads in its step
 SETTINGS = ("lr", "betas", "eps", "momentum", "weight_decay", "dampening")
 
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
 
-# ----------------------------------------------------------------------------------------------- names old and new
-
-
-def public(name: str) -> Any:
-    """A public object of the library or one of its submodules."""
-    if hasattr(vbs, name):
-        return getattr(vbs, name)
-    for folder in SUBMODULES:
-        with contextlib.suppress(ModuleNotFoundError, AttributeError):
-            return getattr(importlib.import_module(f"{vbs.__name__}.{folder}"), name)
-    raise AttributeError(f"{vbs.__name__} has no public {name}, neither at the top nor in {', '.join(SUBMODULES)}")
-
-
-def make(name: str, *args: Any, **options: Any) -> Any:
-    """An object of a public class, with each option under its old or new name."""
-    kind = public(name)
-    makers = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
-    return kind(*args, **_under_present_names(options, *makers))
-
-
-def call(thing: Any, name: str, *args: Any, **options: Any) -> Any:
-    """Call a method and its options under their old or new names."""
-    found = getattr(thing, name) if hasattr(thing, name) else getattr(thing, NEW_NAMES[name])
-    return found(*args, **_under_present_names(options, found))
-
-
-def _under_present_names(options: dict[str, Any], *functions: Callable[..., Any]) -> dict[str, Any]:
-    accepted = {name for function in functions for name in inspect.signature(function).parameters}
-    news = {option: NEW_NAMES.get(option, option) for option in options}
-    return {news[option] if news[option] in accepted else option: value for option, value in options.items()}
+_here = threading.local()  # the recorder of this thread: virtual XLA cores are threads
 
 
 # ----------------------------------------------------------------------------------------------------------- digests
@@ -100,9 +57,13 @@ def flattened(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value for JSON, without rounding."""
+    """A value for JSON, without rounding; tensors of more than one element as digests."""
     if isinstance(value, torch.Tensor):
-        return digest([value])
+        return value.item() if value.numel() == 1 and not hasattr(value, "to_local") else digest([value])
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
 
 
@@ -141,13 +102,9 @@ class Counts(TorchDispatchMode):
     def summary(self) -> dict[str, Any]:
         return {"collectives": {name: self.collectives[name] for name in sorted(self.collectives)}, "waits": self.waits}
 
-    def total(self) -> list[int]:
-        """Calls, bytes and waits."""
-        columns = zip(*self.collectives.values(), strict=True)
-        return [*(map(sum, columns) if self.collectives else (0, 0)), self.waits]
-
-
-_counting = threading.local()  # the counts of the run in this thread, because virtual XLA cores are threads
+    def total(self) -> dict[str, int]:
+        calls, size = map(sum, zip((0, 0), *self.collectives.values(), strict=True))
+        return {"collectives": calls, "bytes": size, "waits": self.waits}
 
 
 def _counted(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,7 +112,7 @@ def _counted(read: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(read)
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        counts = getattr(_counting, "counts", None)
+        counts = getattr(_here, "counts", None)
         if counts is not None and not counts.is_paused:
             counts.waits += 1
         return read(tensor, *args, **kwargs)
@@ -172,9 +129,31 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.speed = 1.0  # seconds that it advances in a second of the run, to have a slow core
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds * self.speed
 
     def __call__(self) -> float:
         return self.now
+
+
+class _Messages(logging.Handler):
+    """Passes what the library logs to the recorder of the thread: the level, and the numbers in the message."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        messages = getattr(_here, "messages", None)
+        if messages is not None:
+            text = record.getMessage().replace(str(_here.directory), "")
+            messages.append([record.levelname, *_NUMBER.findall(text)])
+
+
+def keep_messages() -> None:
+    """Let recorders have the messages of the library, and nobody those of others."""
+    logging.getLogger().setLevel(logging.CRITICAL)
+    logger = logging.getLogger("variable_batch_size")
+    logger.handlers, logger.propagate = [_Messages()], False
+    logger.setLevel(logging.INFO)
 
 
 # ------------------------------------------------------------------------------------------------------------ a run
@@ -186,117 +165,198 @@ class Recorder:
     Args:
         directory: shared by all runs of a scenario, on any number of cores.
         device: of the model and the data.
+        has_own_clock: whether the clocks of the time module advance with the run only. Not for cores that are threads,
+            or that watch each other.
+        is_quiet: whether nothing is recorded, as that starts operations.
     """
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
-        self.directory = directory
-        self.device = device
+    def __init__(
+        self, directory: Path, device: torch.device, *, has_own_clock: bool = True, is_quiet: bool = False
+    ) -> None:
+        self.is_quiet = is_quiet
+        self.directory, self.device, self.clock = directory, device, Clock()
         self.steps: list[dict[str, Any]] = []
         self.run: dict[str, Any] = {}
-        self._counts, self._clock = Counts(), Clock()
-        self._samples: list[Any] = []
-        self._losses: list[torch.Tensor] = []
-        self._applied: list[Any] = []
-        self._num_graphs = _num_graphs(device)
+        self.tracks: list[Track] = []
+        self.counts = Counts()
+        self.messages: list[Any] = []
+        self._has_own_clock = has_own_clock
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Count, with a clock that only this run advances; on XLA, where cores are threads, with the real clock."""
+    def recording(self, *, counts: bool = True) -> Iterator[None]:
+        """In this context, keep messages, replace the clocks, and count operations if `counts`."""
         clocks = time.monotonic, time.perf_counter
-        if self.device.type != "xla":
-            time.monotonic = time.perf_counter = self._clock
-        _counting.counts = self._counts
+        if self._has_own_clock:
+            time.monotonic = time.perf_counter = self.clock
+        _here.counts, _here.messages, _here.directory = self.counts, self.messages, self.directory
         try:
-            with self._counts:
+            with self.counts if counts else contextlib.nullcontext():
                 yield
         finally:
-            _counting.counts = None
+            _here.counts = _here.messages = None
             time.monotonic, time.perf_counter = clocks
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        self._counts.is_paused = True
+    def paused(self) -> Iterator[None]:
+        """In this context, nothing is counted."""
+        before, self.counts.is_paused = self.counts.is_paused, True
         try:
             with torch.no_grad():
                 yield
         finally:
-            self._counts.is_paused = False
+            self.counts.is_paused = before
 
-    def begin(self, model: torch.nn.Module, optimizer: Any, inner: Any) -> None:
-        """Record the initial state, with one inner optimizer or a list of several."""
-        with self._paused():
-            self._model, self._optimizer = model, optimizer
-            self._given = inner if isinstance(inner, list) else [inner]
-            # ZeroRedundancyOptimizer has this rank's shard of the state in a separate optimizer
-            self._inners = [getattr(one, "optim", one) for one in self._given]
-            for one in self._inners:
-                one.register_step_pre_hook(self._note_applied)
-            self.run.setdefault("setup", []).append(self._counts.summary())
-            self._counts.reset()
-            self.steps.append({"weights": digest(model.parameters()), "buffers": digest(model.buffers())})
-        call(optimizer, "keep_gradient_norm", every=1)
+    def begin(self, model: torch.nn.Module, optimizer: Any, inner: Any, **how: Any) -> Track:
+        """Record an optimizer from its initial state on; the latest one is that of :meth:`step`."""
+        if self.is_quiet:
+            self.tracks.append(Track(self, len(self.tracks), model, optimizer, inner, **how))
+            return self.tracks[-1]
+        with self.paused():
+            self.run.setdefault("setup", []).append(self.counts.summary())
+            self.counts.reset()
+            self.tracks.append(Track(self, len(self.tracks), model, optimizer, inner, **how))
+        optimizer.record_grad_norm(every=1)
+        return self.tracks[-1]
 
-    def step(self, samples: Any, loss: torch.Tensor | None = None, **how: Any) -> Any:
-        """``optimizer.step(…)``, and a record if that completes a step of the schedule."""
-        optimizer, before = self._optimizer, self._optimizer.steps_done
-        self._samples.append(samples.tolist() if isinstance(samples, torch.Tensor) else samples)
-        self._clock.now += 1 / 64
-        result = optimizer.step(**how)
-        with self._paused():
-            self._losses.append(torch.zeros(()) if loss is None else loss.detach())
-            if optimizer.steps_done > before:
-                self._clock.now += 1 / 16
-                self.steps.append(self._record())
-                self._samples, self._losses, self._applied = [], [], []
-        return result
+    def step(self, samples: Any, loss: Any = None, by: Callable[..., Any] | None = None, /, **how: Any) -> Any:
+        """:meth:`Track.step` of the latest optimizer."""
+        return self.tracks[-1].step(samples, loss, by, **how)
+
+    def note(self, name: str, value: Any) -> None:
+        """Record something else of the run, in the order in which it is noted."""
+        if not self.is_quiet:
+            with self.paused():
+                self.run.setdefault("notes", []).append([name, plain(value)])
+
+    def text(self, path: Path) -> list[str]:
+        """The lines of a file, without the directory of this record."""
+        return path.read_text().replace(str(self.directory), "").splitlines() if path.exists() else ["no file"]
 
     def end(self) -> dict[str, Any]:
         """The complete record."""
-        with self._paused():
-            self.run |= self._counts.summary()
-            self.run["graphs"] = _num_graphs(self.device) - self._num_graphs
-            if hasattr(self, "_optimizer"):
-                self.run["batch_sizes"] = [step["batch_size"] for step in self.steps if "batch_size" in step]
-                self.run["state_dict"] = self._state_dict()
+        if self.is_quiet:
+            return {}
+        with self.paused():
+            self.run["messages"] = self.take_messages()
+            self.run |= {} if any(track.is_common for track in self.tracks) else self.counts.summary()
+            self.run["left"] = [plain(track.minibatches) for track in self.tracks]  # of a step that was not completed
+            states = [track.state_dict() for track in self.tracks]
+            self.run["state_dict"] = flattened(states[0] if len(states) == 1 else states) if states else {}
         return {"run": self.run, "steps": self.steps}
 
-    def _state_dict(self) -> dict[str, Any]:
-        """Every leaf; ZeroRedundancyOptimizer has its full state on the rank of the last consolidation."""
-        zeros = [one for one in self._given if hasattr(one, "consolidate_state_dict")]
-        if not zeros:
-            return flattened(self._optimizer.state_dict())
-        found: dict[str, Any] = {}
-        for rank in range(torch.distributed.get_world_size()):
-            for zero in zeros:
-                zero.consolidate_state_dict(to=rank)
-            if rank == torch.distributed.get_rank():
-                found = flattened(self._optimizer.state_dict())
-        return found
+    def take_messages(self) -> list[Any]:
+        """The messages since the last call."""
+        taken = self.messages[:]
+        self.messages.clear()
+        return taken
 
-    def _record(self) -> dict[str, Any]:
-        optimizer, groups = self._optimizer, range(len(self._optimizer.param_groups))
-        norm = optimizer.gradient_norm
-        return {
-            "weights": digest(self._model.parameters()),
-            "buffers": digest(self._model.buffers()),
-            "state": digest(_state_tensors(self._inners)),
-            "applied": [[_digested(group) for group in groups] for groups in self._applied],
-            "samples": [len(self._samples), hashlib.sha256(json.dumps(self._samples).encode()).hexdigest()[:16]],
-            "losses": digest(self._losses),
-            "at": [optimizer.epoch, optimizer.epoch_step, optimizer.steps_done, optimizer.samples_done],
+
+class Track:
+    """The record of one optimizer.
+
+    Args:
+        is_common: whether only what does not depend on the core is recorded, as another run may share the minibatches
+            of a step in another way.
+        has_hook: whether steps are recorded by a hook, too, in a loop that does not call :meth:`step` for all of them.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        number: int,
+        model: torch.nn.Module,
+        optimizer: Any,
+        inner: Any,
+        *,
+        is_common: bool = False,
+        has_hook: bool = False,
+    ) -> None:
+        self.recorder, self.number, self.model, self.optimizer = recorder, number, model, optimizer
+        self.is_common = is_common
+        self.given = inner if isinstance(inner, list) else [inner]
+        # ZeroRedundancyOptimizer has this rank's shard of the state in a separate optimizer
+        self._inners = [getattr(one, "optim", one) for one in self.given]
+        self.minibatches: list[Any] = []  # since the last complete step
+        self._applied: list[Any] = []
+        self._steps_done, self._is_within = optimizer.steps_done, False
+        if recorder.is_quiet:
+            return
+        for one in self._inners:
+            one.register_step_pre_hook(self._note_applied)
+        self.num_calls = 0  # of the hook before step()
+        if has_hook:
+            optimizer.register_step_pre_hook(lambda *_: setattr(self, "num_calls", self.num_calls + 1))
+            optimizer.register_step_post_hook(lambda *_: None if self._is_within else self._note(None, None, None))
+        of_begin = {"weights": digest(model.parameters()), "buffers": digest(model.buffers())}
+        recorder.steps.append({"optimizer": number, "at": self._position(), **of_begin})
+
+    def step(self, samples: Any, loss: Any = None, by: Callable[..., Any] | None = None, /, **how: Any) -> Any:
+        """``optimizer.step(…)``, or another function that calls it, and a record of what it has done."""
+        if self.recorder.is_quiet:
+            return (by or self.optimizer.step)(**how)
+        self.recorder.clock.advance(1 / 64)
+        self._is_within = True
+        result = (by or self.optimizer.step)(**how)
+        self._is_within = False
+        self._note(samples, loss, result)
+        return result
+
+    def _note(self, samples: Any, loss: Any, result: Any) -> None:
+        optimizer = self.optimizer
+        with self.recorder.paused():
+            if not self.is_common:
+                self.minibatches.append(
+                    {
+                        "samples": samples.tolist() if isinstance(samples, torch.Tensor) else samples,
+                        "loss": loss if loss is None else loss.detach(),
+                        "returned": result.detach() if isinstance(result, torch.Tensor) else result,
+                        "is_idle": optimizer.is_idle,
+                        "is_accumulating": optimizer.is_accumulating,
+                        "at": [optimizer.epoch, optimizer.epoch_step],
+                        # elsewhere, reading it would bring numbers to the host
+                        "lr": optimizer.current_lr() if self.recorder.device.type == "cpu" else None,
+                    }
+                )
+            if optimizer.steps_done > self._steps_done:
+                self.recorder.steps.append(self._step())
+                self.minibatches, self._applied = [], []
+            self._steps_done = optimizer.steps_done
+
+    def _position(self) -> list[int]:
+        optimizer = self.optimizer
+        return [optimizer.epoch, optimizer.epoch_step, optimizer.steps_done, optimizer.samples_done]
+
+    def _step(self) -> dict[str, Any]:
+        """The record of a step, from its beginning to its end: the first difference is the cause of the others."""
+        optimizer, groups = self.optimizer, range(len(self.optimizer.param_groups))
+        norm, noise = optimizer.gradient_norm, _measured(lambda: optimizer.noise)
+        record = {
+            "optimizer": self.number,
+            "at": self._position(),
             "batch_size": optimizer.batch_size,
-            "updated": optimizer.updated,
-            "steps_skipped": optimizer.steps_skipped,
-            "is_idle": optimizer.is_idle,
-            "lr": [optimizer.current_lr(group) for group in groups],
-            "factor": [optimizer.factor(group) for group in groups],
+            "num_calls": self.num_calls,
+            "minibatches": plain(self.minibatches),
+            "counts": self.recorder.counts.total(),
             "norm": None if norm is None else float(norm),
             "weight": float(optimizer.weight_done),
-            "progress": optimizer.progress,
-            "gain": _measured(optimizer.gain),
+            "noise": noise if noise is None else plain(dataclasses.asdict(noise)),
             "noise_scale": _measured(lambda: optimizer.noise_scale),
-            "counts": self._counts.total(),
+            "gain": _measured(optimizer.gain),
+            "gain_of_64": _measured(lambda: optimizer.gain(64)),
+            "factor": [optimizer.factor(group) for group in groups],
+            "lr": [optimizer.current_lr(group) for group in groups],
+            "applied": [[_digested(group) for group in groups] for groups in self._applied],
+            "weights": digest(self.model.parameters()),
+            "buffers": digest(self.model.buffers()),
+            "state": digest(_state_tensors(self._inners)),
+            "restored": [_settings(group) for group in optimizer.param_groups],
+            "updated": optimizer.updated,
+            "steps_skipped": optimizer.steps_skipped,
+            "progress": optimizer.progress,
+            "messages": self.recorder.take_messages(),
         }
+        of_core = ("minibatches", "counts", "buffers", "messages", "num_calls")
+        return {name: value for name, value in record.items() if not (self.is_common and name in of_core)}
 
     def _note_applied(self, inner: Any, args: Any, kwargs: Any) -> None:
         """Record the gradients and hyperparameters of a step of the inner optimizer.
@@ -304,14 +364,29 @@ class Recorder:
         They are copied and read after the step: virtual XLA cores that read within it would all start graphs with
         collectives, which may deadlock.
         """
-        with self._paused():
-            groups = [
-                {name: _copied(group[name]) for name in SETTINGS if name in group}
-                | {"gradients": [_copied(p.grad) for p in group["params"] if p.grad is not None]}
-                | {"with_gradient": "".join("01"[p.grad is not None] for p in group["params"])}
-                for group in inner.param_groups
-            ]
-            self._applied.append(groups)
+        self.recorder.clock.advance(1 / 16)
+        with self.recorder.paused():
+            self._applied.append(
+                [
+                    {name: _copied(group[name]) for name in SETTINGS if name in group}
+                    | {"gradients": [_copied(p.grad) for p in group["params"] if p.grad is not None]}
+                    | {"with_gradient": "".join("01"[p.grad is not None] for p in group["params"])}
+                    for group in inner.param_groups
+                ]
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every leaf; ZeroRedundancyOptimizer has its full state on the rank of the last consolidation."""
+        zeros = [one for one in self.given if hasattr(one, "consolidate_state_dict")]
+        if not zeros:
+            return self.optimizer.state_dict()
+        found: dict[str, Any] = {}
+        for rank in range(torch.distributed.get_world_size()):
+            for zero in zeros:
+                zero.consolidate_state_dict(to=rank)
+            if rank == torch.distributed.get_rank():
+                found = self.optimizer.state_dict()
+        return found
 
 
 def _copied(value: Any) -> Any:
@@ -320,7 +395,11 @@ def _copied(value: Any) -> Any:
 
 def _digested(group: dict[str, Any]) -> dict[str, Any]:
     """What was applied to a parameter group, with its gradients as one digest."""
-    return {name: plain(value) for name, value in group.items()} | {"gradients": digest(group["gradients"])}
+    return {name: digest(value) if name == "gradients" else plain(value) for name, value in group.items()}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: plain(group[name]) for name in SETTINGS if name in group}
 
 
 def _state_tensors(inners: list[Any]) -> Iterator[torch.Tensor]:
@@ -330,16 +409,24 @@ def _state_tensors(inners: list[Any]) -> Iterator[torch.Tensor]:
             yield from (torch.as_tensor(state[name]) for name in sorted(state) if state[name] is not None)
 
 
-def _measured(read: Callable[[], float]) -> float | None:
+def _measured(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except RuntimeError:  # no noise is measured
         return None
 
 
-def _num_graphs(device: torch.device) -> int:
-    if device.type != "xla":
-        return 0
+def xla_counts() -> dict[str, int]:
+    """What XLA has done so far in this process, on all of its cores."""
     import torch_xla.debug.metrics as metrics
 
-    return metrics.counter_value("UncachedCompile") or 0
+    def number(name: str) -> int:
+        return (metrics.metric_data(name) or (0,))[0]
+
+    graphs = metrics.counter_value("UncachedCompile") or 0
+    return {
+        "graphs": graphs,
+        "executions": number("ExecuteTime"),
+        "transfers from device": number("TransferFromDeviceTime"),
+        "transfers to device": number("TransferToDeviceTime"),
+    }

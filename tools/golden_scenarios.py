@@ -1,731 +1,119 @@
-"""Small training runs of all features of the library, with data and weights derived from seeds.
-
-Sums are in float32 unless a scenario sets another dtype, so that a different order of two operations is visible.
-"""
+"""The small training runs of ``golden.py``: all features of the library, alone and in combinations."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from golden_recorder import Recorder, call, make, public
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
-
-MINIBATCH = 4
-NUM_SAMPLES = 43
-REF_BATCHSIZE = 8
-NUM_CLASSES = 5
-# 1 to 7 minibatches: full, uneven and idle ranks on 2 to 4 cores; an epoch holds 10, so that there are three
-TRACE = [MINIBATCH * n for n in (3, 1, 4, 2, 7, 1, 5, 3, 1)]
-NUM_EPOCHS = 3
-CHAINED = ("resumed", "checkpoint")  # prefix of scenarios that are resumed from the previous number of cores
-
-PAIRS = (2, 4)
-ALL_CORES = (0, 1, 2, 3, 4)  # gloo processes; 0 for one process without a process group
-MOST_CORES = (0, 2, 3)  # for scenarios that do not depend on the number
-
-
-# ------------------------------------------------------------------------------------------------------- models, data
-
-
-class Normed(nn.Module):
-    """Linear layers, BatchNorm, a scalar parameter, and one that is never used."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 12)
-        self.norm = nn.BatchNorm1d(12)
-        self.dropout = nn.Dropout(dropout)
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-        self.unused = nn.Linear(2, 3)
-        self.head = nn.Linear(12, NUM_CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.dropout(torch.tanh(self.norm(self.first(x))))) * self.temperature
-
-
-class Branched(nn.Module):
-    """A branch that is only used in minibatches whose first number is positive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.sometimes, self.head = nn.Linear(7, 9), nn.Linear(9, 9), nn.Linear(9, NUM_CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(x))
-        return self.head(self.sometimes(hidden) if x.detach()[0, 0] > 0 else hidden)
-
-
-class Tokens(nn.Module):
-    """Predicts a class for each of six tokens; the embedding may have sparse gradients."""
-
-    def __init__(self, sparse: bool = False, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(NUM_CLASSES, 6, sparse=sparse)
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(6, NUM_CLASSES)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.dropout(torch.tanh(self.embedding(tokens))))
-
-
-class Wide(nn.Module):
-    """More elements than one all-reduce handles at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(7, 2**19, bias=False), nn.Linear(2**19, 2, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.first(x)) / 1000)
-
-
-class Block(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(size), nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Tower(nn.Module):
-    """Residual blocks to be sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 8)
-        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
-        self.head = nn.Linear(8, NUM_CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class NormedTower(Tower):
-    """With BatchNorm, an unused parameter and a frozen one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(7)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.frozen = nn.Parameter(torch.full((7,), 1.5), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.norm(x) * self.frozen)
-
-
-def seeded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """With weights from a separate generator, because virtual XLA cores share the others."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.requires_grad:
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.4)
-    return model.to(dtype) if dtype else model
-
-
-def vectors(dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(NUM_SAMPLES, 7, generator=generator)
-    return x.to(dtype or x.dtype), torch.randint(0, NUM_CLASSES, (NUM_SAMPLES,), generator=generator)
-
-
-def texts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and targets, which some samples lack (-100)."""
-    generator = torch.Generator().manual_seed(2)
-    x, y = (torch.randint(0, NUM_CLASSES, (NUM_SAMPLES, 6), generator=generator) for _ in range(2))
-    lengths = torch.randint(0, 7, (NUM_SAMPLES,), generator=generator)
-    y[torch.arange(6) >= lengths[:, None]] = -100
-    return x, y
-
-
-def mean_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(model(x).float().flatten(0, -2), y.flatten())
-
-
-def sum_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum")
-
-
-# --------------------------------------------------------------------------------------------------------- optimizers
-
-
-def sgd(model: nn.Module, **options: Any) -> Any:
-    return torch.optim.SGD(
-        model.parameters(), **{"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "foreach": False, **options}
-    )
-
-
-def adamw(model: nn.Module, **options: Any) -> Any:
-    return torch.optim.AdamW(model.parameters(), **{"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.05, **options})
-
-
-def two_groups(model: nn.Module) -> Any:
-    head = list(model.head.parameters())
-    rest = [p for p in model.parameters() if all(p is not other for other in head)]
-    return torch.optim.SGD([{"params": rest}, {"params": head, "lr": 0.08}], lr=0.05, momentum=0.9)
-
-
-def matrices(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.dim() == 2]
-
-
-def others(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.dim() != 2]
-
-
-def muon_and_adamw(model: nn.Module) -> Any:
-    muon = torch.optim.Muon(matrices(model), lr=0.02, weight_decay=0.1)
-    return [muon, torch.optim.AdamW(others(model), lr=3e-3, eps=1e-4)]
-
-
-def two_sgd(model: nn.Module) -> Any:
-    return [torch.optim.SGD(matrices(model), lr=0.05, momentum=0.9), torch.optim.SGD(others(model), lr=0.02)]
-
-
-def zero(model: nn.Module) -> Any:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    return ZeroRedundancyOptimizer(list(model.parameters()), torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-# ----------------------------------------------------------------------------------------------- ways to shard a model
-
-
-def plain(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
-    return model, {}
-
-
-def ddp(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
-    return nn.parallel.DistributedDataParallel(model), {}
-
-
-def lockstep(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
-    return model, {"lockstep": True}
-
-
-def sharded(model: nn.Module, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
-    from torch.distributed.fsdp import fully_shard
-
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options), {}
-
-
-def sharded_narrow(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    return sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-
-
-def hybrid(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
-    return sharded(model, mesh=_mesh(("replicated", "sharded")))
-
-
-def tensor_parallel(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
-    mesh = _mesh(("data", "model"))
-    return _parallelized(model, mesh["model"]), {"process_group": mesh["data"]}
-
-
-def sharded_and_parallel(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
-    mesh = _mesh(("data", "model"))
-    return sharded(_parallelized(model, mesh["model"]), mesh=mesh["data"])[0], {"process_group": mesh["data"]}
-
-
-@functools.cache
-def _mesh(names: tuple[str, str]) -> Any:
-    """Pairs of processes."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=names)
-
-
-def make_meshes() -> None:
-    """Make the meshes before the first run, so that their collectives are not counted."""
-    if dist.get_world_size() in PAIRS:
-        for names in (("replicated", "sharded"), ("data", "model")):
-            _mesh(names)
-
-
-def _parallelized(model: nn.Module, mesh: Any) -> nn.Module:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return model
-
-
-# --------------------------------------------------------------------------------------------------------------- a run
-
-
-@dataclasses.dataclass
-class Minibatch:
-    """The data that a scenario may read and change before a minibatch's backward pass."""
-
-    model: nn.Module
-    optimizer: Any
-    x: torch.Tensor
-    y: torch.Tensor
-    epoch: int
-    numbers: list[int]
-
-
-Way = Callable[[nn.Module], tuple[nn.Module, dict[str, Any]]]
-
-
-def train(
-    recorder: Recorder,
-    *,
-    net: Callable[[], nn.Module] = Normed,
-    dtype: torch.dtype | None = None,
-    way: Way = plain,
-    data: Callable[[], tuple[torch.Tensor, torch.Tensor]] = vectors,
-    inner: Callable[[nn.Module], Any] = sgd,
-    rule: Callable[[], Any] = lambda: make("LinearRule"),
-    sampler: dict[str, Any] | None = None,
-    num_epochs: int = NUM_EPOCHS,
-    loss: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = mean_loss,
-    weight: Callable[[torch.Tensor], Any] | None = None,
-    before_step: Callable[[Minibatch], None] | None = None,
-    backward: Callable[[Minibatch, torch.Tensor], None] = lambda minibatch, loss: loss.backward(),
-    scheduler: Callable[[Any], Callable[[], None] | None] | None = None,
-    passes_model: bool = True,
-    **options: Any,
-) -> None:
-    """A typical loop over epochs.
-
-    Args:
-        way: shards the model over processes; returns additional arguments of the sampler.
-        sampler: further arguments of the sampler.
-        weight: the weight of a minibatch, from its targets.
-        before_step: called before the first minibatch of each step.
-        backward: the backward pass, with modifications of gradients after it.
-        scheduler: attaches a scheduler to an optimizer, or returns a function that is called after each of its steps.
-        passes_model: whether the model is passed to the optimizer.
-        options: of the optimizer.
-    """
-    x, y = (tensor.to(recorder.device) for tensor in data())
-    model, more = way(seeded(net(), dtype).to(recorder.device))
-    given = {"dataset_size": NUM_SAMPLES, "trace": TRACE, "minibatch_size": MINIBATCH, **more, **(sampler or {})}
-    minibatches = make("CustomSampler", **given)
-    inners = inner(model)
-    options = {"model": model if passes_model else None, **options}
-    optimizer = make("CustomOptimizer", inners, minibatches, rule=rule(), ref_batchsize=REF_BATCHSIZE, **options)
-    recorder.begin(model, optimizer, inners)
-    after_step = scheduler(optimizer) if scheduler else None
-    for epoch in range(num_epochs):
-        minibatches.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for numbers in minibatches:
-            minibatch = Minibatch(model, optimizer, x[numbers], y[numbers], epoch, numbers)
-            if before_step and not optimizer.is_accumulating:
-                before_step(minibatch)
-            value = loss(model, minibatch.x, minibatch.y)
-            backward(minibatch, value)
-            recorder.step(numbers, value, **({} if weight is None else {"weight": weight(minibatch.y)}))
-            if after_step:
-                after_step()
-
-
-# --------------------------------------------------------------------------------------- what a user does in the loop
-
-
-def with_nan(minibatch: Minibatch, loss: torch.Tensor) -> None:
-    """One sample of the second epoch has a non-finite loss."""
-    is_bad = minibatch.epoch == 1 and 7 in minibatch.numbers
-    (loss * torch.tensor(float("nan") if is_bad else 1.0, device=loss.device)).backward()
-
-
-def with_burst(minibatch: Minibatch, loss: torch.Tensor) -> None:
-    (loss * (2.0**45 if minibatch.epoch == 1 and 7 in minibatch.numbers else 1.0)).backward()
-
-
-def edited(minibatch: Minibatch, loss: torch.Tensor) -> None:
-    """Gradients clamped, masked, replaced, dropped or doubled, depending on the minibatch."""
-    loss.backward(retain_graph=True)
-    deed, model = sum(minibatch.numbers) % 5, minibatch.model
-    for p in (p for p in model.parameters() if p.grad is not None):
-        if deed == 0:
-            p.grad.clamp_(-0.01, 0.01)
-        elif deed == 1:
-            p.grad = p.grad * (p.detach() > 0)
-        elif deed == 2:
-            p.grad = None
-    if deed == 3:
-        loss.backward()
-    elif deed == 4:
-        used = [p for p in model.parameters() if p.grad is not None]
-        for p, gradient in zip(used, torch.autograd.grad(loss, used), strict=True):
-            p.grad = gradient
-
-
-def zeroed_before(minibatch: Minibatch, loss: torch.Tensor) -> None:
-    """A backward pass of another loss first, whose gradient is dropped."""
-    (loss * 3).backward(retain_graph=True)
-    minibatch.optimizer.zero_grad()
-    loss.backward()
-
-
-def freeze_in_turns(minibatch: Minibatch) -> None:
-    minibatch.model.first.requires_grad_(minibatch.optimizer.steps_done % 5 not in (2, 3))
-
-
-def evaluate(minibatch: Minibatch) -> None:
-    minibatch.model.eval()
-    with torch.no_grad():
-        minibatch.model(minibatch.x * 2)
-    minibatch.model.train()
-
-
-def share_buffers(minibatch: Minibatch) -> None:
-    if minibatch.optimizer.steps_done % 4 == 3:
-        public("share_buffers")(minibatch.model)
-
-
-def add_group(minibatch: Minibatch) -> None:
-    """Add the bias of the head to the optimizer from the third step on."""
-    bias, groups = minibatch.model.head.bias, minibatch.optimizer.param_groups
-    if minibatch.optimizer.steps_done == 2 and all(p is not bias for group in groups for p in group["params"]):
-        minibatch.optimizer.add_param_group({"params": [bias], "lr": 0.11})
-
-
-def without_bias(model: nn.Module) -> Any:
-    return torch.optim.SGD([p for p in model.parameters() if p is not model.head.bias], lr=0.05, momentum=0.9)
-
-
-def step_lr(optimizer: Any) -> Callable[[], None]:
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
-    return lambda: scheduler.step() if optimizer.updated else None
-
-
-def one_cycle(optimizer: Any) -> Callable[[], None]:
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=40)
-    return lambda: scheduler.step() if optimizer.updated else None
-
-
-def by_progress(optimizer: Any) -> None:
-    optimizer.attach(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30), per="progress")
-
-
-def by_samples(optimizer: Any) -> None:
-    optimizer.attach(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), per="samples")
-
-
-def by_weight(optimizer: Any) -> None:
-    optimizer.attach(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), per="tokens", every=20)
-
-
-def num_tokens(targets: torch.Tensor) -> int:
-    return int((targets >= 0).sum())
-
-
-def num_tokens_on_device(targets: torch.Tensor) -> torch.Tensor:
-    return (targets >= 0).sum()
-
-
-# ------------------------------------------------------------------------------------------------- loops of other kinds
-
-
-def closures(recorder: Recorder) -> None:
-    model, optimizer, sampler, x, y = _usual(recorder, "AdaScaleRule")
-    for epoch in optimizer.epochs(2):
-        del epoch
-        for numbers in sampler:
-
-            def closure(numbers: list[int] = numbers) -> torch.Tensor:
-                loss = mean_loss(model, x[numbers], y[numbers])
-                loss.backward()
-                return loss
-
-            recorder.step(numbers, None, closure=closure)
-
-
-def left_early(recorder: Recorder) -> None:
-    """Epochs out of order, left before a given step: after a backward pass or, if possible, after a minibatch."""
-    model, optimizer, sampler, x, y = _usual(recorder, "LinearRule", on_end="cycle")
-    for epoch, last in ((2, 0), (0, 2), (0, 1), (1, 0), (3, 99)):
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for numbers in sampler:
-            loss = mean_loss(model, x[numbers], y[numbers])
-            loss.backward()
-            is_end = optimizer.epoch_step == last
-            if not is_end or optimizer.get_bs() >= 2 * MINIBATCH * sampler.num_replicas:
-                recorder.step(numbers, loss)
-            if is_end:
-                break
-
-
-def logged(recorder: Recorder, rule: str = "AdaScaleRule", **options: Any) -> None:
-    """With a log, sums over all cores and hooks around step()."""
-    model, optimizer, sampler, x, y = _usual(recorder, rule, **options)
-    records: list[Any] = []
-    calls = [0, 0]
-    optimizer.register_step_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
-    optimizer.register_step_post_hook(lambda *_: calls.__setitem__(1, calls[1] + 1))
-    log = make("Log", optimizer, every=2, to=[records.append])
-    metrics = public("Metrics")("seen", "right", device=recorder.device)
-    for _ in optimizer.epochs(2):
-        for numbers in sampler:
-            loss = mean_loss(model, x[numbers], y[numbers])
-            loss.backward()
-            recorder.step(numbers, loss)
-            log.step(loss)
-            metrics.add(seen=len(numbers), right=(model(x[numbers]).argmax(-1) == y[numbers]).sum())
-        log.write(accuracy=0.5)
-    log.close()
-    recorder.run |= {"log": records, "calls": calls, "metrics": metrics.read()}
-
-
-def _usual(recorder: Recorder, rule: str, trace: Any = TRACE, **options: Any) -> Any:
-    """Model, optimizer, sampler and data of a custom loop."""
-    kept = {name: options.pop(name) for name in ("on_end", "seed", "shuffle") if name in options}
-    x, y = (tensor.to(recorder.device) for tensor in vectors())
-    model = seeded(Normed(options.pop("dropout", 0.0))).to(recorder.device)
-    sampler = make("CustomSampler", dataset_size=NUM_SAMPLES, trace=trace, minibatch_size=MINIBATCH, **kept)
-    inner = options.pop("inner", sgd)(model)
-    optimizer = make(
-        "CustomOptimizer", inner, sampler, rule=make(rule), ref_batchsize=REF_BATCHSIZE, model=model, **options
-    )
-    recorder.begin(model, optimizer, inner)
-    return model, optimizer, sampler, x, y
-
-
-def named_optimizers(recorder: Recorder) -> None:
-    """A short run with each optimizer that is named after a rule."""
-    inners = {"AdamRuleOptimizer": adamw, "AdamScaleOptimizer": adamw}
-    for name, options in {
-        "LinearRuleOptimizer": {},
-        "RootRuleOptimizer": {},
-        "ConstantOptimizer": {},
-        "LinearRuleMomentumOptimizer": {},
-        "LEGWRuleOptimizer": {"warmup_samples": 50},
-        "AdamRuleOptimizer": {"form": "half-life", "scales_weight_decay": False},
-        "AdaScaleOptimizer": {"starts_with_mean": True},
-        "AdamScaleOptimizer": {"starts_with_mean": True},
-    }.items():
-        x, y = (tensor.to(recorder.device) for tensor in vectors())
-        model = seeded(Normed()).to(recorder.device)
-        sampler = make("CustomSampler", TensorDataset(x, y), TRACE, minibatch_size=MINIBATCH, seed=3)
-        inner = inners.get(name, sgd)(model)
-        optimizer = make(name, inner, sampler, ref_batchsize=REF_BATCHSIZE, model=model, **options)
-        recorder.begin(model, optimizer, inner)
-        recorder.run[name] = [optimizer.get_lr(), optimizer.get_bs(), sampler.get_epochtrace(0), len(sampler)]
-        for numbers in sampler:
-            loss = mean_loss(model, x[numbers], y[numbers])
-            loss.backward()
-            recorder.step(numbers, loss)
-
-
-# ------------------------------------------------------------------------------------------------ runs that are resumed
-
-
-def resumed(recorder: Recorder, **options: Any) -> None:
-    """Part of a run that moves from one number of cores to the next through ``state_dict`` in the middle of a step."""
-    model, optimizer, sampler, x, y = _usual(recorder, "AdaScaleRule", on_end="cycle", **options)
-    path = recorder.directory / "state.pt"
-    if path.exists():
-        saved = torch.load(path, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-    first_epoch, first_step, last = optimizer.epoch, optimizer.epoch_step, optimizer.steps_done + 7
-    for epoch in itertools.count(first_epoch):
-        sampler.set_epoch(epoch, first_step if epoch == first_epoch else 0)
-        optimizer.set_epoch(epoch, first_step if epoch == first_epoch else 0)
-        for numbers in sampler:
-            is_end = optimizer.steps_done == last
-            # in the middle of the step that follows, if all ranks have more than one minibatch of it
-            if not is_end or optimizer.get_bs() >= 2 * MINIBATCH * sampler.num_replicas:
-                loss = mean_loss(model, x[numbers], y[numbers])
-                loss.backward()
-                recorder.step(numbers, loss)
-            if is_end:
-                _save_state(path, model, optimizer, sampler.rank)
-                return
-
-
-def _save_state(path: Any, model: nn.Module, optimizer: Any, rank: int) -> None:
-    if dist.is_initialized():
-        dist.barrier()  # wait until the others have read the state
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    if rank == 0:
-        torch.save(state, path)
-
-
-def checkpointed(
-    recorder: Recorder,
-    *,
-    rule: str = "AdaScaleRule",
-    policy: Callable[[], Any] | None = None,
-    num_steps: int = 6,
-    saves: dict[str, Any] | None = None,
-    **options: Any,
-) -> None:
-    """Part of a run that moves from one number of cores to the next through a checkpoint, within an epoch."""
-    trace = policy() if policy else TRACE
-    kept = {} if policy else {"on_end": "cycle"}
-    model, optimizer, sampler, x, y = _usual(recorder, rule, trace, **kept, **options)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-    metrics = public("Metrics")("seen", device=recorder.device)
-    saves = {"every_steps": 2, "every_seconds": 0.5, **(saves or {})}
-    folder = recorder.directory / "run"
-    checkpoint = make(
-        "Checkpoint", folder, model=model, optimizer=optimizer, schedulers=[scheduler], metrics=[metrics], **saves
-    )
-    recorder.run["resumed_at"] = [optimizer.epoch, optimizer.epoch_step, optimizer.steps_done]
-    last = optimizer.steps_done + num_steps
-    with contextlib.closing(checkpoint.epochs(100)) as epochs:
-        for _ in epochs:
-            for numbers in sampler:
-                loss = mean_loss(model, x[numbers], y[numbers])
-                loss.backward()
-                recorder.step(numbers, loss)
-                if optimizer.updated:
-                    scheduler.step()
-                metrics.add(seen=len(numbers))
-                checkpoint.step()
-                if optimizer.steps_done == last and not optimizer.is_accumulating:
-                    break
-            if optimizer.steps_done == last:
-                break
-    recorder.run["seen"] = metrics.read()  # which waits for all ranks, including the writer
-    recorder.run["executed"] = list(public("Trace").of(folder / "executed.csv"))
-
-
-# ------------------------------------------------------------------------------------------------------------- policies
-
-
-def decided(recorder: Recorder, policy: Callable[[], Any], *, num_workers: int = 0, rule: str = "AdaScaleRule") -> None:
-    """Batch sizes decided by a policy, with the recorder's clock."""
-    x, y = vectors()
-    model = seeded(Normed())
-    chosen = policy()
-    sampler = make("CustomSampler", dataset_size=NUM_SAMPLES, trace=chosen, minibatch_size=2, seed=5)
-    inner = sgd(model)
-    optimizer = make("CustomOptimizer", inner, sampler, rule=make(rule), ref_batchsize=4, model=model)
-    recorder.begin(model, optimizer, inner)
-    numbered = TensorDataset(x, y, torch.arange(NUM_SAMPLES))
-    loader = DataLoader(numbered, batch_sampler=sampler, num_workers=num_workers)
-    records: list[Any] = []
-    log = make("Log", optimizer, every=2, to=[records.append])
-    for epoch in optimizer.epochs(2):
-        for inputs, targets, numbers in loader:
-            loss = mean_loss(model, inputs, targets)
-            loss.backward()
-            recorder.step(numbers, loss)
-            log.step(loss)
-        if isinstance(chosen, public("OnPlateau")):
-            call(getattr(sampler, "policy", None) or chosen, "tell", 1.0 + 0.1 * epoch)
-    recorder.run["log"] = records
-
-
-def sawtooth(situation: Any) -> float:
-    return 2 * (1 + situation.steps_done % 7)
-
-
-ASKED = {"every": 4, "lead": 3}
-POLICIES: dict[str, Callable[[], Any]] = {
-    "autoscale": lambda: make("Autoscale", max_batch_size=40, **ASKED),
-    "per core": lambda: make("PerCore", 6, **ASKED),
-    "norm test": lambda: make("NormTest", eta=0.4, max_batch_size=30, max_growth=1.6, **ASKED),
-    "critical batch": lambda: make("CriticalBatch", cost=0.4, max_batch_size=24, **ASKED),
-    "on plateau": lambda: make("OnPlateau", patience=1, factor=1.5, **ASKED),
-    "function": lambda: make("FunctionPolicy", sawtooth, **ASKED),
-}
-
-
-# -------------------------------------------------------------------------------------------------------------- streams
-
-
-def numbered_samples() -> Iterator[dict[str, Any]]:
-    x, y = vectors()
-    for number in range(NUM_SAMPLES):
-        yield {"x": x[number], "y": y[number], "number": number}
-
-
-def streamed(
-    recorder: Recorder, *, num_workers: int = 0, trace: Any = None, num_epochs: int = 1, **options: Any
-) -> None:
-    trace = [MINIBATCH * n for n in (3, 1, 4, 2)] if trace is None else trace()
-    stream = make("Stream", numbered_samples, trace=trace, minibatch_size=MINIBATCH, **options)
-    loader = DataLoader(stream, batch_size=None, num_workers=num_workers)
-    model = seeded(Normed())
-    inner = sgd(model)
-    optimizer = make(
-        "CustomOptimizer", inner, stream, rule=make("AdaScaleRule"), ref_batchsize=REF_BATCHSIZE, model=model
-    )
-    recorder.begin(model, optimizer, inner)
-    for _ in optimizer.epochs(num_epochs):
-        for minibatch in loader:
-            loss = mean_loss(model, minibatch["x"], minibatch["y"])
-            loss.backward()
-            recorder.step(minibatch["number"], loss)
-
-
-def loaded(recorder: Recorder) -> None:
-    """A loader with persistent workers."""
-    model, optimizer, sampler, x, y = _usual(recorder, "LinearRule")
-    numbered = TensorDataset(x, y, torch.arange(NUM_SAMPLES))
-    loader = DataLoader(numbered, batch_sampler=sampler, num_workers=2, persistent_workers=True)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for inputs, targets, numbers in loader:
-            loss = mean_loss(model, inputs, targets)
-            loss.backward()
-            recorder.step(numbers, loss)
-
-
-def orders(recorder: Recorder) -> None:
-    """The samples assigned to each of several ranks, without training."""
-    path = recorder.directory / "trace.csv"
-    sizes = [8 * random.Random(4).choice(range(1, 30)) for _ in range(60)]
-    path.write_text("step,batchsize\n" + "".join(f"{step},{size}\n" for step, size in enumerate(sizes)))
-    found = {}
-    for cores in range(1, 8):
-        for name, options in {
-            "usual": {},
-            "in order": {"shuffle": False, "seed": 1},
-            "lockstep": {"lockstep": True, "on_end": "hold"},
-            "cycle": {"seed": 2**40, "on_end": "cycle"},
-        }.items():
-            for rank in range(cores):
-                ranks = {"num_replicas": cores, "rank": rank}
-                sampler = make("CustomSampler", dataset_size=1003, trace=path, minibatch_size=8, **ranks, **options)
-                for epoch, first_step in ((0, 0), (1, 3)):
-                    sampler.set_epoch(epoch, first_step)
-                    drawn = torch.tensor(list(sampler))
-                    found[f"{name}, {rank} of {cores}, epoch {epoch}"] = [
-                        len(sampler),
-                        drawn,
-                        sampler.get_epochtrace(1),
-                    ]
-    recorder.run["orders"] = {
-        name: repr([size, int(drawn.sum()), _fold(drawn), trace]) for name, (size, drawn, trace) in found.items()
-    }
-
-
-def _fold(numbers: torch.Tensor) -> int:
-    """A number that depends on the order."""
-    places = torch.arange(1, numbers.numel() + 1)
-    return int((numbers.flatten() * places % 1_000_003).sum())
-
-
-# ------------------------------------------------------------------------------------------------------------ scenarios
+from golden_frameworks import compared, in_accelerate, in_keras, in_lightning, in_transformers
+from golden_loops import (
+    ASKED,
+    POLICIES,
+    Resumable,
+    Session,
+    Shard,
+    Turned,
+    adversaries,
+    budgeted,
+    changing_buffers,
+    checkpointed,
+    closures,
+    compiled,
+    copied,
+    decided,
+    ended_openly,
+    evaluated,
+    front_door,
+    left_early,
+    limited_openly,
+    log_every,
+    log_to_file,
+    logged,
+    lost_core,
+    named_optimizers,
+    opened,
+    orders,
+    positions,
+    read_openly,
+    resumed,
+    resumed_stream,
+    save,
+    sawtooth,
+    scaled,
+    schedule,
+    sessions,
+    shared_freely,
+    streamed,
+    taking_turns,
+    torch_loader,
+    unread,
+    watched,
+)
+from golden_recorder import Recorder
+from golden_training import (
+    ALL_CORES,
+    MINIBATCH,
+    MOST_CORES,
+    PAIRS,
+    TRACE,
+    Branched,
+    Mixed,
+    Normed,
+    NormedTower,
+    Norms,
+    Tied,
+    Tokens,
+    Tower,
+    Wide,
+    adamw,
+    add_group,
+    add_group_within,
+    by,
+    ddp,
+    ddp_if_any,
+    decaying,
+    edited,
+    evaluate,
+    freeze_in_turns,
+    freeze_within,
+    hybrid,
+    in_hook,
+    leave_out,
+    lockstep,
+    muon_and_adamw,
+    num_tokens,
+    num_tokens_on_device,
+    one_cycle,
+    sgd,
+    sharded,
+    sharded_and_parallel,
+    sharded_narrow,
+    share_buffers,
+    step_lr,
+    sum_loss,
+    tensor_parallel,
+    texts,
+    train,
+    two_groups,
+    two_sgd,
+    two_sgd_without_bias,
+    vectors,
+    with_burst,
+    with_nan,
+    without_bias,
+    zero,
+    zero_adamw,
+    zeroed_before,
+)
+
+import variable_batch_size as vbs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -735,25 +123,36 @@ class Scenario:
     Args:
         function: makes it, with a recorder.
         cores: on how many gloo processes it is made; 0 is one process without a process group.
-        on_xla: whether it is also made on virtual XLA cores.
+        on_xla: whether it is also made on virtual XLA cores, and on a GPU.
+        elastic: on how many elastic cores it is made; 0 for none.
+        is_counted: whether operations are counted; torch.compile does nothing while they are.
     """
 
     function: Callable[[Recorder], None]
     cores: tuple[int, ...]
     on_xla: bool = False
+    elastic: int = 0
+    is_counted: bool = True
 
-
-def rule(name: str, **options: Any) -> Callable[[], Any]:
-    return lambda: make(name, **options)
+    def is_made_at(self, place: str) -> bool:
+        """Whether it is made at a place of ``golden.PLACES``."""
+        if place == "elastic":
+            return self.elastic > 0
+        return int(place) in self.cores if place.isdecimal() else self.on_xla
 
 
 def _of(
-    function: Callable[..., None], cores: tuple[int, ...] = MOST_CORES, on_xla: bool = False, **how: Any
+    function: Callable[..., None],
+    cores: tuple[int, ...] = MOST_CORES,
+    on_xla: bool = False,
+    is_counted: bool = True,
+    **how: Any,
 ) -> Scenario:
-    return Scenario(functools.partial(function, **how), cores, on_xla)
+    return Scenario(functools.partial(function, **how), cores, on_xla, is_counted=is_counted)
 
 
-ADASCALE = rule("AdaScaleRule")
+ADASCALE = vbs.rules.AdaScaleRule
+ADAMSCALE = functools.partial(vbs.rules.AdamScaleRule, min_updates=2)  # by default it waits for ten
 WEIGHTED = {"net": Tokens, "data": texts, "loss": sum_loss}
 DROPPED = functools.partial(Normed, 0.3)
 
@@ -761,29 +160,35 @@ RULES = {
     "linear": _of(train, ALL_CORES, on_xla=True),
     "linear, adamw": _of(train, ALL_CORES, inner=adamw, on_xla=True),
     "linear, foreach": _of(train, ALL_CORES, inner=functools.partial(sgd, foreach=True)),
-    "root": _of(train, ALL_CORES, rule=rule("RootRule"), inner=functools.partial(sgd, nesterov=True)),
-    "constant": _of(train, ALL_CORES, rule=rule("ConstantRule")),
-    "linear momentum": _of(train, ALL_CORES, rule=rule("LinearMomentumRule"), on_xla=True),
-    "linear momentum, clipped": _of(train, ALL_CORES, rule=rule("LinearMomentumRule"), clip_grad_norm=0.2),
+    "root": _of(train, ALL_CORES, rule=vbs.rules.RootRule, inner=functools.partial(sgd, nesterov=True)),
+    "constant": _of(train, ALL_CORES, rule=vbs.rules.ConstantRule),
+    "linear momentum": _of(train, ALL_CORES, rule=vbs.rules.LinearMomentumRule, on_xla=True),
+    "linear momentum, clipped": _of(train, ALL_CORES, rule=vbs.rules.LinearMomentumRule, clip_grad_norm=0.2),
     "adascale": _of(train, ALL_CORES, rule=ADASCALE, inner=two_groups, on_xla=True),
-    "adascale, mean first": _of(train, ALL_CORES, rule=rule("AdaScaleRule", starts_with_mean=True)),
-    "adam": _of(
-        train, ALL_CORES, rule=rule("AdamRule"), inner=functools.partial(adamw, betas=(0.7, 0.99)), on_xla=True
+    "adascale, mean first": _of(
+        train, ALL_CORES, rule=functools.partial(vbs.rules.AdaScaleRule, starts_with_mean=True)
     ),
-    "adam, half-life": _of(train, ALL_CORES, rule=rule("AdamRule", form="half-life"), inner=adamw),
-    "adam, decay as it is": _of(train, ALL_CORES, rule=rule("AdamRule", scales_weight_decay=False), inner=adamw),
-    "adamscale": _of(train, ALL_CORES, rule=rule("AdamScaleRule"), inner=adamw, on_xla=True),
-    "legw": _of(train, ALL_CORES, rule=rule("LEGWRule", warmup_samples=120)),
-    "surge": _of(train, ALL_CORES, rule=rule("SurgeRule"), inner=adamw),
+    "adam": _of(
+        train, ALL_CORES, rule=vbs.rules.AdamRule, inner=functools.partial(adamw, betas=(0.7, 0.99)), on_xla=True
+    ),
+    "adam, half-life": _of(train, ALL_CORES, rule=functools.partial(vbs.rules.AdamRule, form="half-life"), inner=adamw),
+    "adam, decay as it is": _of(
+        train, ALL_CORES, rule=functools.partial(vbs.rules.AdamRule, scales_weight_decay=False), inner=adamw
+    ),
+    "adamscale": _of(train, ALL_CORES, rule=ADAMSCALE, inner=adamw, on_xla=True),
+    "legw": _of(train, ALL_CORES, rule=functools.partial(vbs.rules.LEGWRule, warmup_samples=120)),
+    "surge": _of(train, ALL_CORES, rule=vbs.rules.SurgeRule, inner=adamw),
     "muon and adam": _of(
         train,
         ALL_CORES,
-        rule=lambda: [make("MuonRule"), make("AdamRule")],
+        rule=lambda: [vbs.rules.MuonRule(), vbs.rules.AdamRule()],
         inner=muon_and_adamw,
         net=Tower,
         clip_grad_norm=0.5,
     ),
-    "adascale of each": _of(train, ALL_CORES, rule=lambda: [make("AdaScaleRule"), make("LinearRule")], inner=two_sgd),
+    "adascale of each": _of(
+        train, ALL_CORES, rule=lambda: [vbs.rules.AdaScaleRule(), vbs.rules.LinearRule()], inner=two_sgd
+    ),
     "one rule for two": _of(train, ALL_CORES, rule=ADASCALE, inner=two_sgd),
     "named optimizers": _of(named_optimizers, ALL_CORES),
 }
@@ -799,14 +204,17 @@ OPTIONS = {
     "nan skipped by adascale": _of(train, ALL_CORES, backward=with_nan, rule=ADASCALE),
     "nan not skipped": _of(train, backward=with_nan),
     "measured": _of(train, ALL_CORES, measure_noise=True, inner=two_groups),
-    "measured momentum": _of(train, rule=rule("LinearMomentumRule"), measure_noise=True),
+    "measured momentum": _of(train, rule=vbs.rules.LinearMomentumRule, measure_noise=True),
     "weighted": _of(train, ALL_CORES, **WEIGHTED, weight=num_tokens, on_xla=True),
     "weighted, skipping": _of(train, **WEIGHTED, weight=num_tokens, skip_nonfinite=True, clip_grad_norm=0.3),
-    "weighted on device": _of(train, ALL_CORES, **WEIGHTED, weight=num_tokens_on_device, scheduler=by_weight),
-    "weighted momentum": _of(train, **WEIGHTED, weight=num_tokens, rule=rule("LinearMomentumRule")),
+    "weighted on device": _of(
+        train, ALL_CORES, **WEIGHTED, weight=num_tokens_on_device, scheduler=by("tokens", every=20)
+    ),
+    "weighted momentum": _of(train, **WEIGHTED, weight=num_tokens, rule=vbs.rules.LinearMomentumRule),
     "weighted adascale": _of(train, ALL_CORES, **WEIGHTED, weight=num_tokens, rule=ADASCALE, on_xla=True),
-    "weighted adamscale": _of(
-        train, **WEIGHTED, weight=lambda y: float(num_tokens(y)), rule=rule("AdamScaleRule"), inner=adamw
+    "weighted adamscale": _of(train, **WEIGHTED, weight=lambda y: float(num_tokens(y)), rule=ADAMSCALE, inner=adamw),
+    "weights of zero on device": _of(
+        train, **WEIGHTED, weight=lambda targets: num_tokens_on_device(targets) // 9, rule=ADASCALE
     ),
     "weights of zero": _of(train, **WEIGHTED, weight=lambda targets: num_tokens(targets) // 9, rule=ADASCALE),
     "seeded dropout": _of(train, ALL_CORES, net=DROPPED, seed_minibatches=True),
@@ -814,8 +222,8 @@ OPTIONS = {
     "exact": _of(train, ALL_CORES, exact=True, net=DROPPED),
     "exact, clipped": _of(train, exact=True, clip_grad_norm=0.2, smooth_steps=2, inner=adamw),
     "exact adascale": _of(train, ALL_CORES, exact=True, rule=ADASCALE, inner=two_groups, on_xla=True),
-    "exact adamscale": _of(train, exact=True, rule=rule("AdamScaleRule"), inner=adamw, max_factor=3.0),
-    "exact momentum, measured": _of(train, exact=True, rule=rule("LinearMomentumRule"), measure_noise=True),
+    "exact adamscale": _of(train, exact=True, rule=ADAMSCALE, inner=adamw, max_factor=3.0),
+    "exact momentum, measured": _of(train, exact=True, rule=vbs.rules.LinearMomentumRule, measure_noise=True),
     "exact weighted": _of(train, ALL_CORES, exact=True, **WEIGHTED, weight=num_tokens, rule=ADASCALE),
     "exact burst": _of(train, ALL_CORES, exact=True, backward=with_burst, clip_grad_norm=1.0),
     "exact burst adascale": _of(train, exact=True, backward=with_burst, rule=ADASCALE, clip_grad_norm=1.0),
@@ -824,24 +232,39 @@ OPTIONS = {
     "exact, bfloat16": _of(train, exact=True, net=Tower, dtype=torch.bfloat16, data=lambda: vectors(torch.bfloat16)),
     "exact, float64": _of(train, exact=True, dtype=torch.float64, data=lambda: vectors(torch.float64)),
     "exact, edited": _of(train, exact=True, backward=edited),
-    "kept": _of(train, keep_gradients=True),
-    "kept adascale": _of(train, ALL_CORES, keep_gradients=True, rule=ADASCALE, inner=two_groups),
-    "kept weighted": _of(train, keep_gradients=True, **WEIGHTED, weight=num_tokens, rule=ADASCALE),
-    "kept, clipped": _of(train, keep_gradients=True, clip_grad_norm=0.2, inner=adamw),
-    "kept nan": _of(train, keep_gradients=True, backward=with_nan, skip_nonfinite=True),
+    "kept": _of(train, gradient_as_bucket_view=True),
+    "kept adascale": _of(train, ALL_CORES, gradient_as_bucket_view=True, rule=ADASCALE, inner=two_groups),
+    "kept weighted": _of(train, gradient_as_bucket_view=True, **WEIGHTED, weight=num_tokens, rule=ADASCALE),
+    "kept, clipped": _of(train, gradient_as_bucket_view=True, clip_grad_norm=0.2, inner=adamw),
+    "kept, zero_grad between": _of(train, gradient_as_bucket_view=True, backward=zeroed_before, rule=ADASCALE),
+    "kept, bfloat16": _of(
+        train,
+        (0, 2),
+        gradient_as_bucket_view=True,
+        net=Tower,
+        dtype=torch.bfloat16,
+        data=lambda: vectors(torch.bfloat16),
+    ),
+    "kept nan": _of(train, gradient_as_bucket_view=True, backward=with_nan, skip_nonfinite=True),
     "lockstep": _of(train, ALL_CORES, way=lockstep, rule=ADASCALE),
     "lockstep, skipping": _of(train, way=lockstep, backward=with_nan, skip_nonfinite=True),
     "lockstep, exact": _of(train, way=lockstep, exact=True, **WEIGHTED, weight=num_tokens, rule=ADASCALE),
 }
 
 PARAMETERS = {
+    "frozen within a step": _of(train, backward=freeze_within, rule=ADASCALE),
+    "frozen within a step, exact": _of(train, (0, 2), backward=freeze_within, exact=True),
+    "group added within a step": _of(train, backward=add_group_within, inner=without_bias, rule=ADASCALE),
+    "group added to several": _of(train, (0, 2), before_step=add_group, inner=two_sgd_without_bias),
+    "left out": _of(train, ALL_CORES, backward=leave_out),
+    "left out, adascale": _of(train, backward=leave_out, rule=ADASCALE, skip_nonfinite=True),
     "frozen in turns": _of(train, ALL_CORES, before_step=freeze_in_turns),
     "frozen in turns, adascale": _of(train, before_step=freeze_in_turns, rule=ADASCALE, inner=two_groups),
     "frozen in turns, exact": _of(train, before_step=freeze_in_turns, exact=True),
     "group added": _of(train, before_step=add_group, inner=without_bias),
     "group added, adascale": _of(train, ALL_CORES, before_step=add_group, inner=without_bias, rule=ADASCALE),
     "group added, exact": _of(train, before_step=add_group, inner=without_bias, exact=True),
-    "group added, kept": _of(train, before_step=add_group, inner=without_bias, keep_gradients=True),
+    "group added, kept": _of(train, before_step=add_group, inner=without_bias, gradient_as_bucket_view=True),
     "unused at times": _of(train, ALL_CORES, net=Branched),
     "unused at times, adascale": _of(train, net=Branched, rule=ADASCALE, inner=adamw),
     "sparse": _of(
@@ -877,43 +300,26 @@ LOOPS = {
     "zero_grad between": _of(train, ALL_CORES, backward=zeroed_before, rule=ADASCALE),
     "evaluated between": _of(train, before_step=evaluate, net=DROPPED, seed_minibatches=True, skip_nonfinite=True),
     "shared buffers": _of(train, before_step=share_buffers),
+    "lr stepped in a hook": _of(train, scheduler=in_hook, rule=ADASCALE),
+    "lr changed by the optimizer": _of(train, inner=decaying),
     "step lr": _of(train, scheduler=step_lr),
     "one cycle": _of(train, scheduler=one_cycle, rule=ADASCALE),
-    "by progress": _of(train, scheduler=by_progress, rule=ADASCALE),
-    "by samples": _of(train, scheduler=by_samples, inner=adamw, rule=rule("AdamRule")),
+    "by progress": _of(train, scheduler=by("progress"), rule=ADASCALE),
+    "by samples": _of(train, scheduler=by("samples"), inner=adamw, rule=vbs.rules.AdamRule),
     "hold": _of(train, sampler={"on_end": "hold", "shuffle": False}, num_epochs=5),
     "cycle": _of(train, sampler={"on_end": "cycle", "seed": 9}, num_epochs=5),
     "constant trace": _of(train, sampler={"trace": 3 * MINIBATCH}, num_epochs=2),
     "closures": _of(closures, ALL_CORES),
     "left early": _of(left_early, ALL_CORES),
+    "positions": _of(positions),
+    "not read": _of(unread),
+    "deep copy": _of(copied, (0,)),
     "logged": _of(logged, ALL_CORES),
     "logged, exact": _of(logged, exact=True, dropout=0.2),
-    "resumed": _of(resumed, ALL_CORES),
-    "resumed, exact": _of(resumed, ALL_CORES, exact=True, dropout=0.3),
-    "resumed, adam": _of(resumed, ALL_CORES, inner=adamw, measure_noise=True, smooth_steps=3),
-    "checkpoint": _of(checkpointed, ALL_CORES),
-    "checkpoint, exact": _of(
-        checkpointed, ALL_CORES, exact=True, dropout=0.3, rule="LinearRule", saves={"asynchronous": True}
-    ),
-    "checkpoint, sharded format": _of(
-        checkpointed, ALL_CORES, inner=adamw, rule="AdamRule", saves={"format": "sharded"}
-    ),
-    "checkpoint, autoscale": _of(checkpointed, ALL_CORES, policy=lambda: make("Autoscale", max_batch_size=40, **ASKED)),
-    "checkpoint, per core": _of(checkpointed, ALL_CORES, policy=lambda: make("PerCore", 8, **ASKED), num_steps=9),
-    **{f"policy {name}": _of(decided, ALL_CORES, policy=policy) for name, policy in POLICIES.items()},
-    "policy, linear rule": _of(decided, policy=POLICIES["function"], rule="LinearRule"),
-    "policy, workers": _of(
-        decided, (0, 2), policy=lambda: make("FunctionPolicy", sawtooth, every=4, lead=8), num_workers=2
-    ),
-    "stream": _of(streamed, ALL_CORES),
-    "stream, workers": _of(streamed, (0, 3), num_workers=2),
-    "stream, epochs": _of(streamed, dataset_size=23, num_epochs=2),
-    "stream, policy": _of(
-        streamed, trace=lambda: make("FunctionPolicy", lambda seen: 4 + 4 * (seen.steps_done % 3), every=2, lead=2)
-    ),
-    "stream that ends": _of(streamed, trace=lambda: 4 * MINIBATCH),
-    "loader workers": _of(loaded, (0, 2, 4)),
-    "orders": _of(orders, (0,)),
+    "logged, late progress": _of(logged, rule="linear", measure_noise=True, smoothing="paper"),
+    "compiled": _of(compiled, (0, 2), is_counted=False),
+    "compiled, norm layers": _of(compiled, (0,), is_counted=False, net=Tower, measure_noise="norm layers"),
+    "compiled step": _of(compiled, (0, 2), is_counted=False, is_whole=True),
 }
 
 SHARDED = {
@@ -924,26 +330,31 @@ SHARDED = {
     "fully_shard, BatchNorm": _of(train, (2, 3), net=NormedTower, way=sharded, clip_grad_norm=0.3),
     "fully_shard adascale": _of(train, (2, 3, 4), net=Tower, way=sharded, rule=ADASCALE, inner=two_groups),
     "fully_shard momentum": _of(
-        train, PAIRS, net=Tower, way=sharded, rule=rule("LinearMomentumRule"), clip_grad_norm=0.3
+        train, PAIRS, net=Tower, way=sharded, rule=vbs.rules.LinearMomentumRule, clip_grad_norm=0.3
     ),
-    "fully_shard adam": _of(train, PAIRS, net=Tower, way=sharded, rule=rule("AdamRule"), inner=adamw),
+    "fully_shard adam": _of(train, PAIRS, net=Tower, way=sharded, rule=vbs.rules.AdamRule, inner=adamw),
     "fully_shard nan": _of(train, PAIRS, net=Tower, way=sharded, backward=with_nan, skip_nonfinite=True),
     "fully_shard nan adascale": _of(train, PAIRS, net=NormedTower, way=sharded, backward=with_nan, rule=ADASCALE),
+    "fully_shard left out": _of(train, PAIRS, net=Tower, way=sharded, backward=leave_out, rule=ADASCALE),
+    "fully_shard zero_grad": _of(train, PAIRS, net=Tower, way=sharded, backward=zeroed_before),
+    "fully_shard group added": _of(train, PAIRS, net=Tower, way=sharded, before_step=add_group, inner=without_bias),
     "fully_shard weighted": _of(
         train, PAIRS, net=Tower, way=sharded, rule=ADASCALE, loss=sum_loss, weight=lambda y: 1 + int(y.sum())
     ),
     "fully_shard measured": _of(train, PAIRS, net=Tower, way=sharded, measure_noise=True),
     "fully_shard frozen": _of(train, PAIRS, net=Tower, way=sharded, before_step=freeze_in_turns),
     "fully_shard bfloat16": _of(train, PAIRS, net=Tower, way=sharded_narrow, rule=ADASCALE),
-    "fully_shard once": _of(train, PAIRS, net=Tower, way=sharded, reduce_once=True),
-    "fully_shard once, adascale": _of(train, PAIRS, net=NormedTower, way=sharded, rule=ADASCALE, reduce_once=True),
+    "fully_shard once": _of(train, PAIRS, net=Tower, way=sharded, reduce_scatter_once=True),
+    "fully_shard once, adascale": _of(
+        train, PAIRS, net=NormedTower, way=sharded, rule=ADASCALE, reduce_scatter_once=True
+    ),
     "fully_shard once, weighted": _of(
         train,
         PAIRS,
         net=Tower,
         way=sharded,
         rule=ADASCALE,
-        reduce_once=True,
+        reduce_scatter_once=True,
         loss=sum_loss,
         weight=lambda y: 1 + int(y.sum()),
     ),
@@ -957,7 +368,7 @@ SHARDED = {
     ),
     "hsdp": _of(train, (4,), net=Tower, way=hybrid, clip_grad_norm=0.3),
     "hsdp adascale": _of(train, (4,), net=Tower, way=hybrid, rule=ADASCALE),
-    "hsdp once": _of(train, (4,), net=NormedTower, way=hybrid, rule=ADASCALE, reduce_once=True),
+    "hsdp once": _of(train, (4,), net=NormedTower, way=hybrid, rule=ADASCALE, reduce_scatter_once=True),
     "tensor parallel": _of(train, PAIRS, net=Tower, way=tensor_parallel, clip_grad_norm=0.3),
     "tensor parallel adascale": _of(train, PAIRS, net=Tower, way=tensor_parallel, rule=ADASCALE),
     "tensor parallel nan": _of(train, PAIRS, net=Tower, way=tensor_parallel, backward=with_nan, skip_nonfinite=True),
@@ -969,17 +380,483 @@ SHARDED = {
     ),
     "zero": _of(train, (2, 3, 4), net=Tower, inner=zero),
     "zero adascale": _of(train, PAIRS, net=Tower, inner=zero, rule=ADASCALE, clip_grad_norm=0.3),
+    "zero adam": _of(train, PAIRS, net=Tower, inner=zero_adamw, rule=vbs.rules.AdamRule),
     "zero, exact": _of(train, PAIRS, net=Tower, inner=zero, exact=True),
 }
 
-SCENARIOS: dict[str, Scenario] = {**RULES, **OPTIONS, **PARAMETERS, **LOOPS, **SHARDED}
+
+# in 18 steps, some things are measured a second time
+LONG = {"loader": {"on_end": "cycle"}, "runs": [{"num_epochs": 6}]}
+CYCLE = {"on_end": "cycle"}
+OTHER_TRACE = [MINIBATCH * n for n in (3, 1, 4, 5, 1, 6, 2, 2, 7, 1, 1)]
+
+
+def _sgd_of(**options: Any) -> Callable[[torch.nn.Module], Any]:
+    return functools.partial(sgd, **options)
+
+
+FRONT_DOOR = {
+    "front door": _of(
+        front_door,
+        ALL_CORES,
+        on_xla=True,
+        rule="adascale",
+        loader={"verbose": True},
+        attach=[log_every(2), schedule("samples")],
+    ),
+    "front door, all of the trace": _of(front_door, runs=[{}], attach=[log_every(1)], inner=two_groups),
+    "attached": _of(
+        front_door,
+        ALL_CORES,
+        rule="adascale",
+        runs=[{"num_epochs": 3}],
+        attach=[
+            schedule("update", 2),
+            schedule("epoch"),
+            schedule("samples", of_inner=True),
+            schedule("progress", 3),
+            log_every(2),
+            save(every_steps=3),
+        ],
+    ),
+    "attached, tokens": _of(
+        front_door, ALL_CORES, **WEIGHTED, weight=num_tokens, attach=[schedule("tokens", 20), log_every(3)]
+    ),
+    "limit of samples": _of(
+        front_door, ALL_CORES, on_xla=True, runs=[{"samples": 50}, {"num_epochs": 3, "samples": 90}, {}]
+    ),
+    "limit of progress": _of(front_door, rule="adascale", runs=[{"progress": 9.5}, {"progress": 13.25}]),
+    "limit of tokens": _of(front_door, **WEIGHTED, weight=num_tokens, runs=[{"tokens": 100}, {"tokens": 250.5}]),
+    "limit, workers": _of(
+        front_door, (0, 2), loader={"num_workers": 2}, runs=[{"samples": 50}, {"samples": 90}], attach=[log_every(1)]
+    ),
+    "limit, workers of torch's loader": _of(
+        front_door, (0, 2), loader={"num_workers": 2}, makes_loader=torch_loader, runs=[{"samples": 50}, {}]
+    ),
+    "limit, attached": _of(
+        front_door,
+        (0, 2),
+        rule="adascale",
+        runs=[{"progress": 7.0}, {"num_epochs": 3}],
+        attach=[schedule("epoch"), log_every(1), save(every_steps=3)],
+    ),
+    "schedulers": _of(
+        front_door,
+        runs=[{"num_epochs": 3}],
+        killed_after=(3,),
+        attach=[
+            schedule("update", kind="ChainedScheduler"),
+            schedule("samples", 12, kind="SequentialLR"),
+            schedule("progress", kind="MultiStepLR"),
+            save(every_steps=2),
+        ],
+    ),
+    "schedulers that end": _of(front_door, attach=[schedule("update", kind="OneCycleLR")], inner=_sgd_of()),
+    "epochs left early": _of(
+        front_door,
+        loader=CYCLE,
+        leaves_after=(2, 7),
+        leaves_within=(4,),
+        runs=[{"num_epochs": 4}],
+        attach=[schedule("epoch"), save(every_steps=2)],
+    ),
+    "epochs left early, policy": _of(
+        front_door,
+        loader={"trace": lambda seen: MINIBATCH * (1 + seen.steps_done % 4)},
+        leaves_after=(2, 7),
+        runs=[{"num_epochs": 4}],
+        attach=[save(every_steps=3)],
+    ),
+    "many losses between records": _of(
+        front_door, (0, 2), **LONG, attach=[log_every(9), log_to_file(6)], rule="adascale"
+    ),
+    "lockstep, buffers changed between": _of(
+        front_door, way=lockstep, turn=changing_buffers, rule="adascale", skip_nonfinite=True
+    ),
+    "buffers changed between": _of(front_door, turn=changing_buffers),
+    "killed": _of(
+        front_door,
+        ALL_CORES,
+        on_xla=True,
+        rule="adascale",
+        attach=[log_every(2), save(every_steps=2)],
+        killed_after=(3, 5),
+    ),
+    "killed, adamscale": _of(
+        front_door, rule=ADAMSCALE, inner=adamw, attach=[save(every_steps=2)], killed_after=(3,), measure_noise=True
+    ),
+    "killed, several optimizers": _of(
+        front_door,
+        rule=["muon", "adam"],
+        inner=muon_and_adamw,
+        net=Tower,
+        attach=[save(every_steps=2, format="sharded")],
+        killed_after=(3, 5),
+    ),
+    "killed, larger minibatches": _of(
+        front_door, (0, 2), loader={"max_minibatch_size": 16}, attach=[save(every_steps=2)], killed_after=(3, 5)
+    ),
+    "killed, by speed": _of(
+        front_door,
+        (2, 3),
+        **LONG | {"loader": {"assign": "by speed", **CYCLE}},
+        attach=[save(every_steps=2)],
+        killed_after=(11,),
+    ),
+    "killed, own norm": _of(
+        front_door, (0, 2), **LONG, measure_noise="own norm", attach=[save(every_steps=3)], killed_after=(7,)
+    ),
+    "killed, weighted": _of(
+        front_door, (0, 2), **WEIGHTED, weight=num_tokens, attach=[save(every_steps=2)], killed_after=(3,)
+    ),
+    "killed, ddp": _of(front_door, (2,), net=Tower, way=ddp, attach=[save(every_steps=2)], killed_after=(3,)),
+    "killed, fully_shard": _of(
+        front_door,
+        PAIRS,
+        net=Tower,
+        way=sharded,
+        inner=adamw,
+        rule="adam",
+        attach=[save(every_steps=2)],
+        killed_after=(3,),
+    ),
+    "killed, fully_shard, sharded format": _of(
+        front_door,
+        PAIRS,
+        net=Tower,
+        way=sharded,
+        rule="adascale",
+        attach=[save(every_steps=2, format="sharded", asynchronous=True)],
+        killed_after=(3, 5),
+    ),
+    "killed, tensor parallel": _of(
+        front_door, PAIRS, net=Tower, way=tensor_parallel, attach=[save(every_steps=2)], killed_after=(3,)
+    ),
+    "killed, zero": _of(front_door, PAIRS, net=Tower, inner=zero, attach=[save(every_steps=2)], killed_after=(3,)),
+    "orders": _of(orders, (0,)),
+    "reads ahead": _of(front_door, reads_ahead=True, rule="adascale", skip_nonfinite=True),
+    "loader workers": _of(
+        front_door, (0, 2, 4), makes_loader=torch_loader, loader={"num_workers": 2, "persistent_workers": True}
+    ),
+    "workers, reads ahead": _of(front_door, (0, 2), reads_ahead=True, loader={"num_workers": 2}, seed_minibatches=True),
+    "larger minibatches": _of(front_door, ALL_CORES, on_xla=True, loader={"max_minibatch_size": 16}),
+    "larger minibatches, adascale": _of(
+        front_door, rule="adascale", loader={"max_minibatch_size": 8}, attach=[log_every(2)], inner=two_groups
+    ),
+    "by speed": _of(front_door, (2, 3), **LONG | {"loader": {"assign": "by speed", **CYCLE}}, attach=[log_every(3)]),
+    "by speed, workers": _of(
+        front_door, (2,), **LONG | {"loader": {"assign": "by speed", "num_workers": 1, **CYCLE}}, rule="adascale"
+    ),
+    "by speed, checkpoint": _of(
+        front_door, (0, 2), **LONG | {"loader": {"assign": "by speed", **CYCLE}}, attach=[save(every_steps=5)]
+    ),
+    "as free": _of(shared_freely, MOST_CORES),
+    "as free, workers": _of(shared_freely, (2,), num_workers=1),
+    "scaler": _of(front_door, ALL_CORES, turn=scaled()),
+    "scaler, adascale": _of(front_door, turn=scaled(), rule="adascale"),
+    "scaler, adam": _of(front_door, turn=scaled(), rule="adam", inner=adamw, net=Tower),
+    "scaler, unscaled": _of(front_door, turn=scaled(unscales=True), clip_grad_norm=0.2),
+    "scaler, weighted": _of(front_door, **WEIGHTED, weight=num_tokens, turn=scaled(), rule="adascale"),
+    "scaler, exact": _of(front_door, turn=scaled(), exact=True, rule="adascale"),
+    "scaler, kept": _of(front_door, turn=scaled(leaves_out=False, growth_interval=1000), gradient_as_bucket_view=True),
+    "scaler, ddp": _of(front_door, (2,), turn=scaled(), net=Tower, way=ddp),
+    "scaler, fully_shard": _of(
+        front_door, PAIRS, turn=scaled(leaves_out=False, bad=False), net=Tower, way=sharded, rule="adascale"
+    ),
+    "norm layers": _of(
+        front_door, on_xla=True, measure_noise="norm layers", rule="adascale", net=Tower, **LONG, attach=[log_every(4)]
+    ),
+    "norm layers, linear rule": _of(front_door, (0, 2), measure_noise="norm layers", net=Tower, way=ddp_if_any, **LONG),
+    "norm layers, larger minibatches": _of(
+        front_door,
+        (0, 2),
+        measure_noise="norm layers",
+        net=Tower,
+        **LONG | {"loader": {"max_minibatch_size": 16, **CYCLE}},
+    ),
+    "norm layers, scaler": _of(front_door, (0, 2), measure_noise="norm layers", net=Tower, turn=scaled()),
+    "norm layers, fully_shard": _of(front_door, PAIRS, measure_noise="norm layers", net=Tower, way=sharded, **LONG),
+    "own norm": _of(front_door, measure_noise="own norm", rule="adam", inner=adamw, **LONG, attach=[log_every(4)]),
+    "norm layers of several kinds": _of(front_door, (0, 2), measure_noise="norm layers", net=Norms, **LONG),
+    "own norm, muon": _of(
+        front_door, (0, 2), measure_noise="own norm", rule=["muon", "adam"], inner=muon_and_adamw, net=Tower, **LONG
+    ),
+    "own norm, weighted": _of(
+        front_door, (0, 2), measure_noise="own norm", **WEIGHTED, weight=num_tokens, inner=adamw, **LONG
+    ),
+    "smoothing": _of(train, rule=vbs.rules.AdaScaleRule, smoothing=0.9),
+    "smoothing by a function": _of(train, measure_noise=True, smoothing=lambda scale: 1 - 0.1 * min(1, scale)),
+    "fused": _of(train, inner=_sgd_of(fused=True, foreach=None), rule=vbs.rules.AdaScaleRule, on_xla=False),
+    "mixed types": _of(train, net=Mixed, rule=vbs.rules.AdaScaleRule, clip_grad_norm=0.5),
+    "tied": _of(train, net=Tied, data=texts, rule=vbs.rules.AdaScaleRule),
+    "evaluated over all cores": _of(evaluated, ALL_CORES),
+    "evaluated over all cores, fully_shard": _of(evaluated, (2,), net=NormedTower, way=sharded),
+    "watched": _of(watched, ALL_CORES, on_xla=True),
+    "watched, hold": _of(watched, on_end="hold", num_epochs=4, every=2),
+    "watched, killed": _of(watched, killed_after=(7,)),
+}
+
+# those that are resumed from the previous number of cores
+CHAINED = {
+    "resumed": _of(resumed, ALL_CORES),
+    "resumed, exact": _of(resumed, ALL_CORES, exact=True, dropout=0.3),
+    "resumed, adam": _of(resumed, ALL_CORES, inner=adamw, measure_noise=True, smooth_steps=3),
+    "checkpoint": _of(checkpointed, ALL_CORES),
+    "checkpoint, exact": _of(
+        checkpointed, ALL_CORES, exact=True, dropout=0.3, rule="linear", saves={"asynchronous": True}
+    ),
+    "checkpoint, sharded format": _of(checkpointed, ALL_CORES, inner=adamw, rule="adam", saves={"format": "sharded"}),
+    "checkpoint, autoscale": _of(checkpointed, ALL_CORES, policy=lambda: vbs.Autoscale(max_batch_size=40, **ASKED)),
+    "checkpoint, per core": _of(checkpointed, ALL_CORES, policy=lambda: vbs.policies.PerCore(8, **ASKED), num_steps=9),
+}
+
+RESUMED = {
+    "sessions": _of(sessions, of_run=[Session(3), Session(5, stops=True), Session(6), Session()]),
+    "sessions, exact": _of(sessions, of_run=[Session(3), Session(7, stops=True), Session()], exact=True, dropout=0.2),
+    "sessions, changed": _of(
+        sessions,
+        on_end="stop",
+        of_run=[
+            Session(3),
+            Session(6, changes={"trace": OTHER_TRACE}, allowed=("trace",)),
+            Session(
+                changes={"trace": OTHER_TRACE, "rule": "root", "ref_batchsize": 12, "seed": 5},
+                allowed=("rule", "ref_batchsize", "seed"),
+            ),
+        ],
+    ),
+    "sessions, continued": _of(
+        sessions,
+        on_end="stop",
+        num_epochs=None,
+        of_run=[Session(changes={"trace": TRACE[:5]}), Session(changes={"trace": TRACE}, allowed=("trace",))],
+    ),
+    "sessions, other norm": _of(
+        sessions,
+        (0, 2),
+        of_run=[Session(5, changes={"measure_noise": True}), Session(changes={"measure_noise": "own norm"})],
+    ),
+    "sessions, schedulers attached later": _of(sessions, of_run=[Session(3), Session()], attaches_late=True),
+    "sessions, several optimizers": _of(sessions, (0, 2), of_run=[Session(3), Session()], inner=two_sgd, rule="linear"),
+    "sessions, limits": _of(
+        sessions,
+        of_run=[Session(changes={"limits": {"samples": 50}}), Session(5), Session(changes={"limits": {"progress": 9}})],
+    ),
+    "sessions, policy": _of(
+        sessions,
+        of_run=[Session(5), Session(11, stops=True), Session()],
+        trace=lambda seen: MINIBATCH * (1 + seen.steps_done % 4),
+        on_end=None,
+    ),
+}
+
+POLICY = {
+    **{f"policy {name}": _of(decided, ALL_CORES, policy=policy) for name, policy in POLICIES.items()},
+    "policy, linear rule": _of(decided, policy=POLICIES["function"], rule="linear"),
+    "policy, workers": _of(
+        decided, (0, 2), policy=lambda: vbs.policies.FunctionPolicy(sawtooth, every=4, lead=8), num_workers=2
+    ),
+    "policy, limit": _of(
+        front_door,
+        (0, 2),
+        loader={"trace": lambda seen: MINIBATCH * (1 + seen.steps_done % 4)},
+        rule="adascale",
+        runs=[{"progress": 12.0}, {"samples": 150}],
+        attach=[log_every(2), save(every_steps=4)],
+    ),
+}
+
+STREAMS = {
+    "stream": _of(streamed, ALL_CORES),
+    "stream, workers": _of(streamed, (0, 2, 3), num_workers=2),
+    "stream, epochs": _of(streamed, dataset_size=23, runs=[{"num_epochs": 2}]),
+    "stream with epochs of its own": _of(
+        streamed, samples=Turned, dataset_size=40, on_end="cycle", runs=[{"num_epochs": 3}]
+    ),
+    "stream, policy": _of(streamed, trace=lambda seen: MINIBATCH * (1 + seen.steps_done % 3)),
+    "stream that ends": _of(streamed, trace=4 * MINIBATCH),
+    "stream that ends, workers": _of(streamed, (0, 2), trace=3 * MINIBATCH, num_workers=2),
+    "stream, exact": _of(streamed, exact=True, net=functools.partial(Normed, 0.2)),
+    "stream, larger minibatches": _of(streamed, max_minibatch_size=16),
+    "stream, lockstep": _of(streamed, lockstep=True),
+    "stream, fully_shard": _of(streamed, PAIRS, net=Tower, way=sharded),
+    "stream, sharded": _of(streamed, samples=Shard, is_sharded=True),
+    "stream, sharded, workers": _of(streamed, (2,), samples=Shard, is_sharded=True, num_workers=2),
+    "stream, sharded, idle first": _of(streamed, samples=Shard, is_sharded=True, trace=[4, 12, 4, 16], lockstep=True),
+    "stream, limit": _of(streamed, samples=Resumable, runs=[{"samples": 14}, {"samples": 30}], dataset_size=20),
+    "stream, limit, workers": _of(streamed, (0, 2), num_workers=2, runs=[{"samples": 14}]),
+    "stream, resumed": _of(resumed_stream),
+    "stream, resumed, workers": _of(resumed_stream, (0, 2), num_workers=2),
+    "stream, resumed from its state": _of(resumed_stream, saves_stream=True),
+    "stream, resumed from the state of its loader": _of(resumed_stream, (0, 2), is_stateful=True, num_workers=2),
+}
+
+BUDGETS = {
+    "token budget": _of(budgeted, ALL_CORES, on_xla=True, attach=[log_every(2)]),
+    "token budget, packed": _of(budgeted, packed=True, rule="adascale"),
+    "token budget, workers": _of(budgeted, (0, 2), num_workers=2, exact=True),
+    "token budget, limit": _of(budgeted, runs=[{"tokens": 150}, {"samples": 400}], attach=[schedule("tokens", 50)]),
+    "token budget, policy": _of(budgeted, trace=lambda seen: 32 * (1 + seen.steps_done % 3), rule="adascale"),
+}
+
+OPEN_STEPS = {
+    "open steps, last": _of(opened, ALL_CORES, how="last"),
+    "open steps, end_step": _of(opened, how="end_step", is_weighted=True, exact=True, clip_grad_norm=0.2),
+    "open steps, minibatches": _of(opened, ALL_CORES, how="minibatches", is_weighted=True),
+    "open steps, nan": _of(opened, how="last", rule="linear", bad_step=2, skip_nonfinite=True),
+    "open steps, scaler": _of(opened, how="minibatches", rule="linear", bad_step=2, scales=True),
+    "open steps, lockstep": _of(opened, how="minibatches", way=lockstep, bad_step=2),
+    "open steps, ddp": _of(opened, (2,), how="last", way=ddp, net=Tower),
+    "open steps, fully_shard": _of(opened, PAIRS, how="minibatches", way=sharded, net=NormedTower),
+    "open steps, loader": _of(read_openly, ALL_CORES),
+    "open steps, loader, limit": _of(read_openly, runs=[{"samples": 20}, {"samples": 56}]),
+    "open steps, beyond the limit": _of(limited_openly),
+    "open steps, resumed": _of(read_openly, killed_after=3, exact=True),
+    "open steps, ended by the epoch": _of(ended_openly),
+}
+
+SEVERAL = {
+    "two optimizers": _of(adversaries, ALL_CORES, on_xla=True),
+    "two optimizers, zero_grad": _of(adversaries, style="zero_grad", rules=("adascale", "root"), smooth_steps=2),
+    "two optimizers, in turn": _of(adversaries, style="in turn"),
+    "two optimizers, exact": _of(adversaries, exact=True),
+    "two optimizers, checkpoint": _of(adversaries, saves=True),
+    "two optimizers, positions": _of(adversaries, leaves=True),
+    "two optimizers, two samplers": _of(taking_turns),
+    "two optimizers, two samplers, seeded": _of(taking_turns, seed_minibatches=True, skip_nonfinite=True),
+}
+
+ELASTIC = {
+    "elastic, a core dies": Scenario(lost_core, (), elastic=3),
+    "elastic, a core dies, another joins": Scenario(
+        functools.partial(lost_core, joins=True, num_workers=1), (), elastic=2
+    ),
+}
+
+FRAMEWORKS = {
+    "Lightning": _of(in_lightning, (0,)),
+    "Accelerate": _of(in_accelerate, (0,)),
+    "Transformers": _of(in_transformers, (0,)),
+    "Keras": _of(in_keras, (0,)),
+    "compare": _of(compared, (0,)),
+}
+
+TABLES = (
+    RULES,
+    OPTIONS,
+    PARAMETERS,
+    LOOPS,
+    FRONT_DOOR,
+    CHAINED,
+    RESUMED,
+    POLICY,
+    STREAMS,
+    BUDGETS,
+    OPEN_STEPS,
+    SEVERAL,
+    SHARDED,
+)
+SCENARIOS: dict[str, Scenario] = {
+    name: made for table in (*TABLES, ELASTIC, FRAMEWORKS) for name, made in table.items()
+}
+
+# one of each kind, in one process
+FAST = (
+    "linear",
+    "adascale",
+    "linear momentum",
+    "adamscale",
+    "one rule for two",
+    "clipped adascale",
+    "smooth and bounded adascale",
+    "nan skipped",
+    "nan skipped by adascale",
+    "measured",
+    "weighted adascale",
+    "weights of zero",
+    "seeded dropout",
+    "exact adascale",
+    "exact burst",
+    "kept adascale",
+    "kept nan",
+    "lockstep, skipping",
+    "frozen within a step",
+    "group added, adascale",
+    "unused at times, adascale",
+    "sparse adascale",
+    "bfloat16 adascale",
+    "edited gradients, adascale",
+    "zero_grad between",
+    "left out, adascale",
+    "evaluated between",
+    "closures",
+    "left early",
+    "positions",
+    "not read",
+    "deep copy",
+    "logged",
+    "compiled step",
+    "one cycle",
+    "by progress",
+    "lr stepped in a hook",
+    "checkpoint",
+    "front door",
+    "attached",
+    "attached, tokens",
+    "limit of samples",
+    "limit of progress",
+    "limit, workers",
+    "limit, attached",
+    "epochs left early",
+    "epochs left early, policy",
+    "reads ahead",
+    "larger minibatches, adascale",
+    "scaler, adascale",
+    "scaler, weighted",
+    "scaler, kept",
+    "norm layers",
+    "own norm",
+    "evaluated over all cores",
+    "watched, killed",
+    "schedulers",
+    "killed",
+    "killed, several optimizers",
+    "sessions",
+    "sessions, changed",
+    "sessions, continued",
+    "sessions, limits",
+    "sessions, policy",
+    "policy autoscale",
+    "policy function",
+    "policy, limit",
+    "stream",
+    "stream, workers",
+    "stream, policy",
+    "stream, limit",
+    "stream, resumed from its state",
+    "token budget",
+    "token budget, packed",
+    "open steps, last",
+    "open steps, minibatches",
+    "open steps, nan",
+    "open steps, scaler",
+    "open steps, loader",
+    "open steps, beyond the limit",
+    "open steps, ended by the epoch",
+    "two optimizers",
+    "two optimizers, checkpoint",
+    "two optimizers, positions",
+    "two optimizers, two samplers",
+)
 
 
 def run(name: str, recorder: Recorder) -> dict[str, Any]:
     """Make a run; returns its record."""
+    scenario = SCENARIOS[name]
     torch.manual_seed(1000 + (dist.get_rank() if dist.is_initialized() else 0))
     random.seed(1000)
-    with warnings.catch_warnings(), recorder.recording():
+    np.random.seed(1000)
+    with warnings.catch_warnings(), recorder.recording(counts=scenario.is_counted and not scenario.elastic):
         warnings.simplefilter("ignore")
-        SCENARIOS[name].function(recorder)
+        scenario.function(recorder)
         return recorder.end()
