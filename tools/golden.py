@@ -15,8 +15,8 @@ which one is killed (``elastic``), on virtual XLA cores (``xla1``, ``xla2``, ``x
   was given, and the settings after it; digests of weights, buffers and the inner optimizer's state; whether it updated;
   progress; the numbers in messages;
 - for the run: calls and bytes of each type of collective and waits of the host, separately for before the first
-  step; log records, decisions, executed traces, checkpoints; XLA graphs, and for a run of which nothing else is
-  recorded also executions and transfers; every leaf of ``optimizer.state_dict()``.
+  step; log records, decisions, executed traces, checkpoints; every leaf of ``optimizer.state_dict()``; on XLA and on a
+  GPU, the weights of a second run of which no step is recorded, with graphs, executions, transfers and waits.
 
 `compare` takes two files, or two directories with files of the same names. It prints the first difference of each run:
 in the first step that differs on any rank, the number that is computed first. It exits with 1 if there is any that the
@@ -173,6 +173,9 @@ def _work(rank: int, names: list[str], place: str, directory: Path, results: Pat
     with (results / f"{rank}.jsonl").open("w") as file:
         for name in names:
             made = golden_scenarios.run(name, Recorder(_folder(directory, name), device))
+            if device.type == "cuda":
+                quiet = Recorder(_folder(directory, f"{name}, quiet"), device, is_quiet=True)
+                made["run"]["unobserved"] = golden_scenarios.run(name, quiet)
             file.write(json.dumps({"scenario": name, "cores": place, "rank": rank, **made}) + "\n")
             file.flush()
             gc.collect()  # release the wrapped models of this run before the next one
@@ -220,9 +223,11 @@ def _run_on_xla(names: list[str], cores: int, directory: str) -> dict[str, Run]:
             folder = _folder(Path(directory), name)
             made = golden_scenarios.run(name, Recorder(folder, device, has_own_clock=False))
             before = _counts_of_all(cores)
-            golden_scenarios.run(name, Recorder(folder, device, has_own_clock=False, is_quiet=True))
+            quiet = Recorder(_folder(Path(directory), f"{name}, quiet"), device, has_own_clock=False, is_quiet=True)
+            unobserved = golden_scenarios.run(name, quiet)
             after = _counts_of_all(cores)
-            made["run"]["unobserved"] = {counter: after[counter] - before[counter] for counter in after}
+            counts = {counter: after[counter] - before[counter] for counter in after}
+            made["run"]["unobserved"] = {**unobserved, **counts}
             found[name] = made
         except Exception:
             if cores > 1:  # the others would wait for this core

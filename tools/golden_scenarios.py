@@ -123,7 +123,8 @@ class Scenario:
     Args:
         function: makes it, with a recorder.
         cores: on how many gloo processes it is made; 0 is one process without a process group.
-        on_xla: whether it is also made on virtual XLA cores, and on a GPU.
+        on_xla: whether it is also made on virtual XLA cores.
+        on_gpu: whether it is also made on a GPU, as those on XLA cores are.
         elastic: on how many elastic cores it is made; 0 for none.
         is_counted: whether operations are counted; torch.compile does nothing while they are.
     """
@@ -131,6 +132,7 @@ class Scenario:
     function: Callable[[Recorder], None]
     cores: tuple[int, ...]
     on_xla: bool = False
+    on_gpu: bool = False
     elastic: int = 0
     is_counted: bool = True
 
@@ -138,6 +140,8 @@ class Scenario:
         """Whether it is made at a place of ``golden.PLACES``."""
         if place == "elastic":
             return self.elastic > 0
+        if place == "cuda":
+            return self.on_gpu or self.on_xla
         return int(place) in self.cores if place.isdecimal() else self.on_xla
 
 
@@ -145,10 +149,11 @@ def _of(
     function: Callable[..., None],
     cores: tuple[int, ...] = MOST_CORES,
     on_xla: bool = False,
+    on_gpu: bool = False,
     is_counted: bool = True,
     **how: Any,
 ) -> Scenario:
-    return Scenario(functools.partial(function, **how), cores, on_xla, is_counted=is_counted)
+    return Scenario(functools.partial(function, **how), cores, on_xla, on_gpu, is_counted=is_counted)
 
 
 ADASCALE = vbs.rules.AdaScaleRule
@@ -208,19 +213,19 @@ OPTIONS = {
     "weighted": _of(train, ALL_CORES, **WEIGHTED, weight=num_tokens, on_xla=True),
     "weighted, skipping": _of(train, **WEIGHTED, weight=num_tokens, skip_nonfinite=True, clip_grad_norm=0.3),
     "weighted on device": _of(
-        train, ALL_CORES, **WEIGHTED, weight=num_tokens_on_device, scheduler=by("tokens", every=20)
+        train, ALL_CORES, on_gpu=True, **WEIGHTED, weight=num_tokens_on_device, scheduler=by("tokens", every=20)
     ),
     "weighted momentum": _of(train, **WEIGHTED, weight=num_tokens, rule=vbs.rules.LinearMomentumRule),
     "weighted adascale": _of(train, ALL_CORES, **WEIGHTED, weight=num_tokens, rule=ADASCALE, on_xla=True),
     "weighted adamscale": _of(train, **WEIGHTED, weight=lambda y: float(num_tokens(y)), rule=ADAMSCALE, inner=adamw),
     "weights of zero on device": _of(
-        train, **WEIGHTED, weight=lambda targets: num_tokens_on_device(targets) // 9, rule=ADASCALE
+        train, on_gpu=True, **WEIGHTED, weight=lambda targets: num_tokens_on_device(targets) // 9, rule=ADASCALE
     ),
     "weights of zero": _of(train, **WEIGHTED, weight=lambda targets: num_tokens(targets) // 9, rule=ADASCALE),
-    "seeded dropout": _of(train, ALL_CORES, net=DROPPED, seed_minibatches=True),
+    "seeded dropout": _of(train, ALL_CORES, on_gpu=True, net=DROPPED, seed_minibatches=True),
     "dropout": _of(train, net=DROPPED),
     "exact": _of(train, ALL_CORES, exact=True, net=DROPPED),
-    "exact, clipped": _of(train, exact=True, clip_grad_norm=0.2, smooth_steps=2, inner=adamw),
+    "exact, clipped": _of(train, on_gpu=True, exact=True, clip_grad_norm=0.2, smooth_steps=2, inner=adamw),
     "exact adascale": _of(train, ALL_CORES, exact=True, rule=ADASCALE, inner=two_groups, on_xla=True),
     "exact adamscale": _of(train, exact=True, rule=ADAMSCALE, inner=adamw, max_factor=3.0),
     "exact momentum, measured": _of(train, exact=True, rule=vbs.rules.LinearMomentumRule, measure_noise=True),
@@ -233,7 +238,7 @@ OPTIONS = {
     "exact, float64": _of(train, exact=True, dtype=torch.float64, data=lambda: vectors(torch.float64)),
     "exact, edited": _of(train, exact=True, backward=edited),
     "kept": _of(train, gradient_as_bucket_view=True),
-    "kept adascale": _of(train, ALL_CORES, gradient_as_bucket_view=True, rule=ADASCALE, inner=two_groups),
+    "kept adascale": _of(train, ALL_CORES, on_gpu=True, gradient_as_bucket_view=True, rule=ADASCALE, inner=two_groups),
     "kept weighted": _of(train, gradient_as_bucket_view=True, **WEIGHTED, weight=num_tokens, rule=ADASCALE),
     "kept, clipped": _of(train, gradient_as_bucket_view=True, clip_grad_norm=0.2, inner=adamw),
     "kept, zero_grad between": _of(train, gradient_as_bucket_view=True, backward=zeroed_before, rule=ADASCALE),
@@ -252,12 +257,12 @@ OPTIONS = {
 }
 
 PARAMETERS = {
-    "frozen within a step": _of(train, backward=freeze_within, rule=ADASCALE),
+    "frozen within a step": _of(train, on_gpu=True, backward=freeze_within, rule=ADASCALE),
     "frozen within a step, exact": _of(train, (0, 2), backward=freeze_within, exact=True),
     "group added within a step": _of(train, backward=add_group_within, inner=without_bias, rule=ADASCALE),
     "group added to several": _of(train, (0, 2), before_step=add_group, inner=two_sgd_without_bias),
     "left out": _of(train, ALL_CORES, backward=leave_out),
-    "left out, adascale": _of(train, backward=leave_out, rule=ADASCALE, skip_nonfinite=True),
+    "left out, adascale": _of(train, on_gpu=True, backward=leave_out, rule=ADASCALE, skip_nonfinite=True),
     "frozen in turns": _of(train, ALL_CORES, before_step=freeze_in_turns),
     "frozen in turns, adascale": _of(train, before_step=freeze_in_turns, rule=ADASCALE, inner=two_groups),
     "frozen in turns, exact": _of(train, before_step=freeze_in_turns, exact=True),
@@ -313,7 +318,7 @@ LOOPS = {
     "left early": _of(left_early, ALL_CORES),
     "positions": _of(positions),
     "not read": _of(unread),
-    "deep copy": _of(copied, (0,)),
+    "deep copy": _of(copied, (0,), on_gpu=True),
     "logged": _of(logged, ALL_CORES),
     "logged, exact": _of(logged, exact=True, dropout=0.2),
     "logged, late progress": _of(logged, rule="linear", measure_noise=True, smoothing="paper"),
@@ -408,6 +413,7 @@ FRONT_DOOR = {
     "attached": _of(
         front_door,
         ALL_CORES,
+        on_gpu=True,
         rule="adascale",
         runs=[{"num_epochs": 3}],
         attach=[
@@ -553,7 +559,7 @@ FRONT_DOOR = {
     "as free": _of(shared_freely, MOST_CORES),
     "as free, workers": _of(shared_freely, (2,), num_workers=1),
     "scaler": _of(front_door, ALL_CORES, turn=scaled()),
-    "scaler, adascale": _of(front_door, turn=scaled(), rule="adascale"),
+    "scaler, adascale": _of(front_door, on_gpu=True, turn=scaled(), rule="adascale"),
     "scaler, adam": _of(front_door, turn=scaled(), rule="adam", inner=adamw, net=Tower),
     "scaler, unscaled": _of(front_door, turn=scaled(unscales=True), clip_grad_norm=0.2),
     "scaler, weighted": _of(front_door, **WEIGHTED, weight=num_tokens, turn=scaled(), rule="adascale"),
@@ -576,7 +582,9 @@ FRONT_DOOR = {
     ),
     "norm layers, scaler": _of(front_door, (0, 2), measure_noise="norm layers", net=Tower, turn=scaled()),
     "norm layers, fully_shard": _of(front_door, PAIRS, measure_noise="norm layers", net=Tower, way=sharded, **LONG),
-    "own norm": _of(front_door, measure_noise="own norm", rule="adam", inner=adamw, **LONG, attach=[log_every(4)]),
+    "own norm": _of(
+        front_door, on_gpu=True, measure_noise="own norm", rule="adam", inner=adamw, **LONG, attach=[log_every(4)]
+    ),
     "norm layers of several kinds": _of(front_door, (0, 2), measure_noise="norm layers", net=Norms, **LONG),
     "own norm, muon": _of(
         front_door, (0, 2), measure_noise="own norm", rule=["muon", "adam"], inner=muon_and_adamw, net=Tower, **LONG
@@ -586,7 +594,30 @@ FRONT_DOOR = {
     ),
     "smoothing": _of(train, rule=vbs.rules.AdaScaleRule, smoothing=0.9),
     "smoothing by a function": _of(train, measure_noise=True, smoothing=lambda scale: 1 - 0.1 * min(1, scale)),
-    "fused": _of(train, inner=_sgd_of(fused=True, foreach=None), rule=vbs.rules.AdaScaleRule, on_xla=False),
+    "fused": _of(train, on_gpu=True, inner=_sgd_of(fused=True, foreach=None), rule=vbs.rules.AdaScaleRule),
+    "fused, skipping": _of(
+        train, (0,), on_gpu=True, inner=_sgd_of(fused=True, foreach=None), skip_nonfinite=True, backward=with_nan
+    ),
+    "fused, nan skipped by adascale": _of(
+        train, (0,), on_gpu=True, inner=_sgd_of(fused=True, foreach=None), rule=ADASCALE, backward=with_nan
+    ),
+    "fused, adamscale": _of(train, (0,), on_gpu=True, inner=functools.partial(adamw, fused=True), rule=ADAMSCALE),
+    "fused, weighted": _of(
+        train,
+        (0,),
+        on_gpu=True,
+        **WEIGHTED,
+        weight=num_tokens_on_device,
+        inner=_sgd_of(fused=True, foreach=None),
+        rule=ADASCALE,
+        clip_grad_norm=0.3,
+        smooth_steps=2,
+        max_factor=1.5,
+    ),
+    "one step late": _of(front_door, (0,), on_gpu=True, **LONG, rule="adascale", attach=[log_every(3)]),
+    "one step late, killed": _of(
+        front_door, (0,), on_gpu=True, **LONG, rule="adascale", attach=[save(every_steps=3)], killed_after=(7,)
+    ),
     "mixed types": _of(train, net=Mixed, rule=vbs.rules.AdaScaleRule, clip_grad_norm=0.5),
     "tied": _of(train, net=Tied, data=texts, rule=vbs.rules.AdaScaleRule),
     "evaluated over all cores": _of(evaluated, ALL_CORES),
@@ -611,7 +642,7 @@ CHAINED = {
 }
 
 RESUMED = {
-    "sessions": _of(sessions, of_run=[Session(3), Session(5, stops=True), Session(6), Session()]),
+    "sessions": _of(sessions, on_gpu=True, of_run=[Session(3), Session(5, stops=True), Session(6), Session()]),
     "sessions, exact": _of(sessions, of_run=[Session(3), Session(7, stops=True), Session()], exact=True, dropout=0.2),
     "sessions, changed": _of(
         sessions,
