@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
+from variable_batch_size.files import LOG, RUN
 from variable_batch_size.runs import log as log_module
 
 MINIBATCH, REF_BATCHSIZE = 16, 32
@@ -70,8 +71,9 @@ def record(name: str, directory: Path) -> None:
                 loss.backward()
                 is_first = optimizer.step(loss=loss)
                 checkpoint.step()
-    for path in directory.glob("step-*"):
-        path.unlink()
+    for path in directory.iterdir():
+        if path.name not in (LOG, RUN):
+            path.unlink()
 
 
 if __name__ == "__main__":

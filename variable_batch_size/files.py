@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY = ".tmp"  # suffix of a file that is being written
-LOG, EXECUTED, DECISIONS = "log.jsonl", "executed.csv", "decisions.jsonl"  # in the directory of a run
+# in the directory of a run
+LOG, EXECUTED, DECISIONS, RUN = "log.jsonl", "executed.csv", "decisions.jsonl", "run.json"
 
 
 def numbered_lines(path: str | os.PathLike[str]) -> list[tuple[int, str]]:

@@ -122,7 +122,7 @@ def test_all_hosts_stop_at_the_same_step_when_one_is_stopped(found):
 def test_the_first_host_writes_for_all(found, directory):
     steps = found[0]["stopped"]["steps"]
     path = directory / "stopped" / f"step-{steps:09d}.pt"
-    assert sorted(path.parent.iterdir()) == [path.parent / "executed.csv", path]
+    assert sorted(path.parent.iterdir()) == [path.parent / "executed.csv", path.parent / "run.json", path]
     assert len(torch.load(path, weights_only=True)["random"]["torch"]) == 2  # a row for each host
 
 

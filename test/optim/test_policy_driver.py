@@ -378,6 +378,9 @@ def test_executed_csv_is_the_trace_and_replays_bit_for_bit(tmp_path):
     executed = tmp_path / "live" / "executed.csv"
     assert executed.read_text().startswith("# executed from Autoscale: trace decided by Autoscale(every=6, lead=4, ")
     assert are_equal(saved_run(tmp_path / "replayed", executed, epochs=3), weights)
+    described = json.loads((tmp_path / "live" / "run.json").read_text())
+    settings = {"every": 6, "lead": 4, "max_batch_size": 128, "max_growth": 2.0, "threshold": 1.05}
+    assert (described["policy"], described["trace"]) == ({"name": "Autoscale", "settings": settings}, None)
 
 
 @pytest.mark.parametrize("lead", [1, 30])  # its end may already be decided

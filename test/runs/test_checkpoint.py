@@ -129,7 +129,7 @@ def test_other_files_are_not_touched_and_leftovers_of_a_crash_are_removed(tmp_pa
     (tmp_path / "step-12.pt").write_text("mine, too")
     (tmp_path / "step-000000003.pt.tmp").write_bytes(b"half a checkp")
     train(*make(tmp_path, every_steps=1, keep=1))
-    assert sorted(contents(tmp_path)) == ["executed.csv", "notes.pt", "step-000000004.pt", "step-12.pt"]
+    assert sorted(contents(tmp_path)) == ["executed.csv", "notes.pt", "run.json", "step-000000004.pt", "step-12.pt"]
 
 
 def test_unwritable_directory_raises_at_the_start(tmp_path):
@@ -138,7 +138,7 @@ def test_unwritable_directory_raises_at_the_start(tmp_path):
         make(tmp_path / "link" / "runs")
 
 
-@pytest.mark.parametrize("name", ["run.lock", "executed.csv", "assigned.csv", "decisions.jsonl"])
+@pytest.mark.parametrize("name", ["run.lock", "run.json", "executed.csv", "assigned.csv", "decisions.jsonl"])
 def test_a_directory_in_the_place_of_a_file_raises_at_the_start(tmp_path, name):
     (tmp_path / name).mkdir()
     message = f"{tmp_path / name} must be a file of the run, got a directory: remove it"

@@ -1,5 +1,6 @@
 """Forked runs: resumed with another trace, minibatch size or rule."""
 
+import json
 import logging
 import math
 import shutil
@@ -272,6 +273,10 @@ def test_changes_are_logged_with_old_and_new_values(tmp_path, caplog):
     said = "minibatch_size was 4 and is 2; seed was 0 and is 5"
     assert f"step-000000003.pt with changed settings: {said}" in caplog.text
     assert (tmp_path / "executed.csv").read_text().splitlines()[4:] == ["2,8", f"# from here on: {said}", "3,24"]
+    described = json.loads((tmp_path / "run.json").read_text())
+    assert described["changes"] == [{"steps_done": 3, "settings": {"minibatch_size": [4, 2], "seed": [0, 5]}}]
+    assert (described["settings"]["seed"], described["policy"]) == (5, None)
+    assert described["trace"] == described["settings"]["trace"]
     caplog.clear()
     Run(tmp_path, LONG, seed=5, minibatch_size=2, allow_changes={"trace", "seed", "minibatch_size"})
     assert "changed settings" not in caplog.text

@@ -67,8 +67,8 @@ def test_run_killed_during_uploads_resumes_from_the_last_complete_checkpoint(buc
     found = json.loads(done.stdout.splitlines()[-1])  # gloo also prints something
     assert found["stopped"] == kills + exceptions
     assert found["difference"] < 1e-6
-    assert found["names"][0] == "executed.csv"
-    assert found["names"][2:] == [f"step-{NUM_STEPS:09d}.pt"]
+    assert found["names"][:2] == ["executed.csv", "run.json"]
+    assert found["names"][3:] == [f"step-{NUM_STEPS:09d}.pt"]
 
 
 def records(store, name, folder):
@@ -163,7 +163,7 @@ def test_checkpoint_that_failed_to_upload_does_not_count_toward_keep():
         with nullcontext() if Faltering.is_there else pytest.raises(OSError, match="not there"):
             checkpoint.save()
     names = RemoteDirectory("faltering://run").names()
-    assert names == ["executed.csv", "step-000000001.pt", "step-000000004.pt"]
+    assert names == ["executed.csv", "run.json", "step-000000001.pt", "step-000000004.pt"]
 
 
 def test_a_run_that_resumes_does_not_touch_the_checkpoints_before_its_own(tmp_path):
@@ -181,7 +181,7 @@ def test_a_run_that_resumes_does_not_touch_the_checkpoints_before_its_own(tmp_pa
         sizes.append({entry["name"]: entry["size"] for entry in MemoryFileSystem().ls("/untouched", detail=True)})
     first, second = sizes
     steps = [f"/untouched/step-00000000{step}.pt" for step in range(1, 5)]
-    assert sorted(second) == ["/untouched/executed.csv", *steps]
+    assert sorted(second) == ["/untouched/executed.csv", "/untouched/run.json", *steps]
     assert [first[name] for name in steps[:2]] == [second[name] for name in steps[:2]]
     assert min(second[name] for name in steps) > 1000
 
@@ -259,7 +259,7 @@ def test_a_damaged_object_is_renamed_and_the_run_resumes_from_the_one_before(cap
     optimizer.step()
     checkpoint.save()
     names = RemoteDirectory("memory://damaged").names()
-    assert names == ["damaged-step-000000002.pt", "executed.csv", "step-000000002.pt"]
+    assert names == ["damaged-step-000000002.pt", "executed.csv", "run.json", "step-000000002.pt"]
     assert store.cat_file("/damaged/damaged-step-000000002.pt") == bytes(content)
     assert damaged_run()[1].steps_done == 2
 

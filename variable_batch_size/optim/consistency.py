@@ -17,6 +17,7 @@ from variable_batch_size.optim.wrappers import Wrappers, forget_partition, fsdp_
 from variable_batch_size.rules.rule import Rule
 
 Tensors = Sequence[torch.Tensor]
+Changes = dict[str, tuple[object, object]]  # the old and the new value of each setting
 _MAX_BYTES = 120  # of each rank's value in an error message
 
 
@@ -37,10 +38,19 @@ def fingerprint_of(sampler: MinibatchSource, rule: Rule, inner: Optimizer, ref_b
     }
 
 
+def changes(saved: Mapping[str, object], now: Mapping[str, object]) -> Changes:
+    """Every difference from a saved fingerprint: the old and the new value; names that were not saved are skipped."""
+    return {name: (saved[name], now[name]) for name in now if name in saved and saved[name] != now[name]}
+
+
+def in_words(changes: Changes) -> list[str]:
+    """Changes as "seed was 0 and is 3"."""
+    return [f"{name} was {before} and is {now}" for name, (before, now) in changes.items()]
+
+
 def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Every difference from a saved fingerprint, as "seed was 0 and is 3"; names that were not saved are skipped."""
-    changed = [name for name in now if name in saved and saved[name] != now[name]]
-    return [f"{name} was {saved[name]} and is {now[name]}" for name in changed]
+    """Every difference from a saved fingerprint, in words."""
+    return in_words(changes(saved, now))
 
 
 def _numbers(values: Mapping[str, Any], *kinds: type) -> dict[str, Any]:

@@ -227,12 +227,17 @@ class Policy(ABC):
     @property
     def description(self) -> str:
         """Name and settings; must match on all cores and when a run resumes."""
-        settings = [
-            f"{name}={value}"
-            for name, value in {**vars(self), **vars(self.bounds)}.items()
-            if not name.startswith("_") and name != "why" and isinstance(value, (bool, int, float, str))
-        ]
-        return f"{type(self).__name__}({', '.join(settings)})"
+        settings = ", ".join(f"{name}={value}" for name, value in settings_of(self).items())
+        return f"{type(self).__name__}({settings})"
+
+
+def settings_of(policy: Policy) -> dict[str, bool | int | float | str]:
+    """The settings of a policy, by name."""
+    return {
+        name: value
+        for name, value in {**vars(policy), **vars(policy.bounds)}.items()
+        if not name.startswith("_") and name != "why" and isinstance(value, (bool, int, float, str))
+    }
 
 
 @final

@@ -17,13 +17,13 @@ from variable_batch_size.cores import devices, signals
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.cores.messages import show
-from variable_batch_size.files import DECISIONS, EXECUTED, write_text
-from variable_batch_size.optim.consistency import differences
+from variable_batch_size.files import DECISIONS, EXECUTED, RUN, write_json, write_text
+from variable_batch_size.optim.consistency import Changes, changes, differences, in_words
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.optim.run import Limit
 from variable_batch_size.policies.hints import HINTS
-from variable_batch_size.policies.policy import depth_of
+from variable_batch_size.policies.policy import depth_of, settings_of
 from variable_batch_size.runs import state_file
 from variable_batch_size.runs.checksums import DamagedFileError
 from variable_batch_size.runs.log import Metrics
@@ -197,7 +197,8 @@ class Checkpoint:
         self._first_step = self._num_assigned = 0  # the latter: steps whose cores were recorded
         self._steps_of_epochs: list[int] = []  # completed steps of each epoch before this one
         self._random: dict[str, torch.Tensor] | None = None  # loaded, and restored when the run resumes
-        self._changes: list[tuple[int, str]] = []  # number of completed steps, and what changed then
+        self._changes: list[tuple[int, Changes]] = []  # number of completed steps, and what changed then
+        self._is_described = False  # in a file
         self._seconds_to_start: float | None = None  # from the start of the process to the end of its first step
         self._seconds_to_save = 0.0
         self._hinted_at = -float("inf")
@@ -352,11 +353,24 @@ class Checkpoint:
             self._num_assigned = num_rows
 
     def _append_rows(self, steps_of_epochs: list[int], num_rows: int) -> None:
+        if not self._is_described:
+            write_json(self._store.folder / RUN, self._described(), indent=1)
+            self._is_described = True
         self._executed.append(steps_of_epochs)
         if self._sampler.shares is not None:
             self._assigned.append(steps_of_epochs)
             for step in [step for step in [*self._cores] if step < num_rows]:  # the next save may have added others
                 del self._cores[step]
+
+    def _described(self) -> dict[str, Any]:
+        """What ``run.json`` says: the settings, what they were before, and what decides the batch sizes."""
+        policy, schedule = self._sampler.policy, self._sampler.schedule
+        return {
+            "settings": dict(self._fingerprint),
+            "trace": None if schedule.is_live or schedule.is_open else self._fingerprint["trace"],
+            "policy": None if policy is None else {"name": type(policy).__name__, "settings": settings_of(policy)},
+            "changes": [{"steps_done": steps, "settings": changed} for steps, changed in self._changes],
+        }
 
     def wait(self) -> None:
         """Wait until an asynchronous write is complete. ``epochs`` calls it at its end."""
@@ -443,7 +457,8 @@ class Checkpoint:
             self._restore(state, paths[-1])
         origin = ", ".join(f"{name} {value}" for name, value in self._fingerprint.items())
         path, schedule = self._store.folder / EXECUTED, self._sampler.schedule
-        self._executed = ExecutedTrace(path, schedule, origin=origin, changes=self._changes)
+        changed = [(steps, "; ".join(in_words(what))) for steps, what in self._changes]
+        self._executed = ExecutedTrace(path, schedule, origin=origin, changes=changed)
         self._cores: dict[int, list[int]] = {}  # of each minibatch, by the step in the schedule
         self._assigned = ExecutedTrace(path.with_name(ASSIGNED), schedule, origin=origin, cores=self._cores)
         self._num_assigned = schedule.past(self._epoch, self._first_step).num_rows
@@ -510,12 +525,13 @@ class Checkpoint:
             metrics.restore(sums)
         self._optimizer.load_state_of_logs(state.get("logs", ()))  # an earlier version saved none
         self._epoch, self._first_step, self._steps_of_epochs = position
-        self._changes = [(steps, text) for steps, text in state["changes"]]
-        rank, changed = self._communicator.rank, "; ".join(differences(state["run"], self._fingerprint))
+        self._changes = [(steps, changed) for steps, changed in state["changes"]]
+        rank, changed = self._communicator.rank, changes(state["run"], self._fingerprint)
         if changed:
             self._changes.append((self._optimizer.steps_done, changed))
             if rank == 0:
-                logger.warning("resuming from %s/%s with changed settings: %s", self.directory, path.name, changed)
+                place = (self.directory, path.name, "; ".join(in_words(changed)))
+                logger.warning("resuming from %s/%s with changed settings: %s", *place)
         if rank < len(state["random"]["torch"]):
             self._random = {name: rows[rank].clone() for name, rows in state["random"].items()}
 

@@ -14,7 +14,7 @@ import torch
 from variable_batch_size.checks import check_one_of
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator
-from variable_batch_size.files import DECISIONS, EXECUTED
+from variable_batch_size.files import DECISIONS, EXECUTED, RUN
 from variable_batch_size.optim.lr_scheduler import Stateful, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import sharded_state, state_file
@@ -236,7 +236,7 @@ class CheckpointStore:
     def _prepare(self) -> None:
         if not self._is_first:
             return
-        for name in (LOCK, EXECUTED, ASSIGNED, DECISIONS):
+        for name in (LOCK, RUN, EXECUTED, ASSIGNED, DECISIONS):
             if (self.folder / name).is_dir():
                 raise ValueError(f"{self.folder / name} must be a file of the run, got a directory: remove it")
         state_file.prepare(self.folder) if self._remote is None else self._remote.check_writable()

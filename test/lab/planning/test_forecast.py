@@ -1,11 +1,14 @@
 """Forecasts of the rest of a run, from its files."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import variable_batch_size as vbs
 from variable_batch_size.lab.command.main import main
 from variable_batch_size.lab.planning import Profile
 from variable_batch_size.lab.planning.forecast import RunSoFar, basis_of, forecast, named_policy, with_largest
@@ -32,7 +35,7 @@ def cut(name, share, directory):
     """A copy of a recorded run after a share of its time, with the start of another line, and the seconds so far."""
     lines, seconds, _ = recorded(name)
     number = 1 + next(index for index, at in enumerate(seconds) if at >= share * seconds[-1])
-    shutil.copy(RECORDED / name / "executed.csv", directory)
+    shutil.copy(RECORDED / name / "run.json", directory)
     (directory / "log.jsonl").write_text("".join(lines[:number]) + lines[number][:50])
     return str(directory), seconds[number - 1]
 
@@ -104,23 +107,18 @@ def test_a_run_without_noise_counts_samples(tmp_path):
 def test_a_run_that_resumed_with_other_settings_is_forecast_with_those(tmp_path):
     directory, _ = cut("autoscale", 0.5, tmp_path)
     before = RunSoFar.read(directory)
-    old = "decided by Autoscale(every=10, lead=4, max_batch_size=512, max_growth=2.0, threshold=1.05)"
-    new = "decided by Autoscale(every=10, lead=4, max_batch_size=64, max_growth=2.0, threshold=1.05)"
-    lines = (tmp_path / "executed.csv").read_text().splitlines()
-    row = lines.index(next(line for line in lines if line.startswith("300,")))
-    said = (
-        f"# from here on: trace was {old} and is {new}; minibatch_size was 16 and is 32; ref_batchsize was 32 and is 64"
-    )
-    (tmp_path / "executed.csv").write_text("\n".join([*lines[:row], said, *lines[row:], ""]))
+    described = json.loads((tmp_path / "run.json").read_text())
+    described["settings"] |= {"minibatch_size": 32, "ref_batchsize": 64, "seed": 3}
+    described["policy"]["settings"]["max_batch_size"] = 64
+    described["changes"] = [
+        {"steps_done": 300, "settings": {"minibatch_size": [16, 32], "ref_batchsize": [32, 64]}},
+        {"steps_done": 500, "settings": {"seed": [0, 3]}},
+    ]
+    (tmp_path / "run.json").write_text(json.dumps(described))
     run = RunSoFar.read(directory)
     assert run.policy == before.policy.replace("=512", "=64")
     assert (run.minibatch_size, run.ref_batchsize, run.capacity) == (32, 64, 1792)
     assert len(run.times) == (run.step - 300) // 10 - 1 < len(before.times)  # the others had other minibatches
-    again = f"# from here on: trace was {new} and is 451 steps, sha256 c73cc6b88155c003\n9999,64\n"
-    with (tmp_path / "executed.csv").open("a") as file:
-        file.write(again)
-    run = RunSoFar.read(directory)
-    assert (run.policy, run.trace) == (None, "451 steps, sha256 c73cc6b88155c003")
 
 
 def test_a_restart_on_other_cores_counts_for_a_trace(tmp_path):
@@ -165,14 +163,36 @@ def test_one_record_less_or_a_wrong_trace_is_refused(tmp_path):
         ValueError, match=r"trace must be the trace of .*, which has 451 steps, sha256 \w+, got 2 steps"
     ):
         forecast(run, {}, trace=Trace.of([32, 64]))
-    (tmp_path / "executed.csv").unlink()
-    with pytest.raises(ValueError, match="`minibatch_size` must be given, as there is no"):
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"`minibatch_size` must be given, as there is no .*/run\.json that"):
         RunSoFar.read(directory)
     assert RunSoFar.read(directory, minibatch_size=16, ref_batchsize=32).policy is None
     text = (tmp_path / "log.jsonl").read_text()
     (tmp_path / "log.jsonl").write_text(text.replace('"cores": 1, ', ""))  # of an earlier version, on any number
     with pytest.raises(ValueError, match="must have at least 3 records of steps, with cores, got 0"):
         RunSoFar.read(directory, minibatch_size=16, ref_batchsize=32)
+
+
+def test_other_files_of_the_same_name_are_refused(tmp_path):
+    directory, _ = cut("stages", 0.5, tmp_path)
+    for text in ("{", "[]", '{"updates": 3}'):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(
+            ValueError, match=rf"run\.json must be as a Checkpoint writes it, got {re.escape(repr(text))}$"
+        ):
+            RunSoFar.read(directory)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_recorded_settings_are_those_that_a_checkpoint_writes_now(name, tmp_path):
+    autoscale = vbs.Autoscale(max_batch_size=512, every=10, lead=4)
+    trace = {"constant": 64, "autoscale": autoscale, **TRACES}[name]
+    model = torch.nn.Linear(1, 1)
+    sampler = vbs.CustomSampler(dataset_size=1797, trace=trace, minibatch_size=16)
+    rule = "linear" if name == "constant" else "adascale"
+    optimizer = vbs.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, rule=rule, ref_batchsize=32)
+    vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer).save()
+    assert json.loads((tmp_path / "run.json").read_text()) == json.loads((RECORDED / name / "run.json").read_text())
 
 
 def test_the_trace_of_a_command_may_be_stages(tmp_path, capsys):

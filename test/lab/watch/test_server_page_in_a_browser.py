@@ -122,8 +122,9 @@ def test_records_and_decisions_of_other_kinds_are_drawn_as_far_as_they_are_numbe
 def test_the_form_forecasts_the_rest(browser, runs):
     directory = runs[0].parent / "forecast"
     write_log(directory, range(10, 110, 10), seconds_accumulating=0.02, seconds_updating=0.03)
-    origin = "trace 200 steps, sha256 0123, minibatch_size 32, ref_batchsize 32, dataset_size 6400"
-    (directory / "executed.csv").write_text(f"# executed from trace.csv: {origin}\nstep,batchsize\n")
+    settings = {"minibatch_size": 32, "ref_batchsize": 32, "dataset_size": 6400}
+    described = {"settings": settings, "trace": "200 steps, sha256 0123", "policy": None, "changes": []}
+    (directory / "run.json").write_text(json.dumps(described))
     with serving(directory, forecast=answer_forecast) as server, browser(PHONE) as driver:
         driver.get(server.url)
         until_drawn(driver, 6400)

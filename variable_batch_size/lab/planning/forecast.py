@@ -8,7 +8,6 @@ occurred.
 import itertools
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from variable_batch_size.checks import check_one_of, refuse
-from variable_batch_size.files import EXECUTED, LOG
+from variable_batch_size.files import LOG, RUN
 from variable_batch_size.lab.planning.profile import EXTRAPOLATED, Measured, Profile, t_quantile
 from variable_batch_size.lab.planning.rental import RENTALS, Rental
 from variable_batch_size.lab.planning.simulate import Availability, Moment, NoiseCurve, Resumed, Simulation, simulate
@@ -66,25 +65,27 @@ class RunSoFar:
 
     @classmethod
     def read(cls, directory: str, *, minibatch_size: int | None = None, ref_batchsize: int | None = None) -> "RunSoFar":
-        """Read the log and the executed trace of a run, at a path or a URL. An incomplete line is skipped.
+        """Read the log and the settings of a run, at a path or a URL. An incomplete line of the log is skipped.
 
         Args:
             directory: of the run.
-            minibatch_size: samples per forward and backward pass, by default as in the executed trace.
-            ref_batchsize: the batch size of a unit of progress, by default as in the executed trace.
+            minibatch_size: samples per forward and backward pass, by default that of the run.
+            ref_batchsize: the batch size of a unit of progress, by default that of the run.
         """
         records = _records(directory)
-        origin, changed_at = _origin(directory)
-        steps_on_minibatch = [record for record in records if record["step"] > changed_at]  # earlier ones differ
-        known = {name: _setting(origin, name) for name in ("minibatch_size", "ref_batchsize", "dataset_size")}
+        described = _described(directory)
+        settings, policy = described["settings"], described["policy"]
+        # earlier records are of other minibatches
+        changed_at = [change["steps_done"] for change in described["changes"] if "minibatch_size" in change["settings"]]
+        steps_on_minibatch = [record for record in records if record["step"] > max(changed_at, default=0)]
         given = {"minibatch_size": minibatch_size, "ref_batchsize": ref_batchsize}
-        sizes = {name: value or known[name] for name, value in given.items()}
+        sizes = {name: value or settings.get(name) for name, value in given.items()}
         for name, size in sizes.items():
             if size is None:
-                raise ValueError(f"`{name}` must be given, as there is no {directory}/{EXECUTED} that has it")
+                raise ValueError(f"`{name}` must be given, as there is no {directory}/{RUN} that has it")
         minibatch, reference = int(sizes["minibatch_size"] or 0), int(sizes["ref_batchsize"] or 0)
         last = records[-1]
-        dataset = known["dataset_size"]
+        dataset = settings.get("dataset_size")
         return cls(
             name=directory,
             step=last["step"],
@@ -99,8 +100,8 @@ class RunSoFar:
             measured=_measured(steps_on_minibatch),
             noise=_noise(records),
             noise_interval=_interval(records),
-            policy=_policy(origin),
-            trace=found[1] if (found := re.match(r"([0-9]+ steps, sha256 [0-9a-f]+)", _trace(origin))) else None,
+            policy=None if policy is None else _policy(**policy),
+            trace=described["trace"],
         )
 
     @cached_property
@@ -363,43 +364,26 @@ def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
     return record
 
 
-def _origin(directory: str) -> tuple[str, int]:
-    """The settings in the comments of the executed trace, later ones last, and where the minibatch size last changed.
-
-    The comment at the top has all of them. A run that resumed with new ones has comments such as "seed was 0 and is 3".
-    """
-    settings, step, changed_at = "", 0, 0
-    with suppress(OSError):
-        for line in read_bytes(f"{directory.rstrip('/')}/{EXECUTED}").decode(errors="replace").split("\n"):
-            if line.startswith("# executed from "):
-                settings = line
-            elif line.startswith("# from here on: "):
-                changes = re.findall(r"(?:: |; )([\w ]+?) was .*? and is (.*?)(?=; [\w ]+? was |$)", line)
-                settings += "".join(f", {name} {now}" for name, now in changes)
-                changed_at = step if "minibatch_size" in dict(changes) else changed_at
-            elif (row := line.partition(",")[0]).isdecimal():
-                step = int(row) + 1
-    return settings, changed_at
+def _described(directory: str) -> dict[str, Any]:
+    """What the checkpoint of a run has written of its settings; none if it has no checkpoint."""
+    place = f"{directory.rstrip('/')}/{RUN}"
+    described: dict[str, Any] = {"settings": {}, "trace": None, "policy": None, "changes": []}
+    try:
+        text = read_bytes(place).decode(errors="replace")
+    except OSError:
+        return described
+    with suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict) and found.keys() >= described.keys():
+            return found
+    raise ValueError(f"{place} must be as a Checkpoint writes it, got {text[:40]!r}")
 
 
-def _setting(origin: str, name: str) -> int | None:
-    found = re.findall(rf"\b{name} ([0-9]+)\b", origin)
-    return int(found[-1]) if found else None
-
-
-def _trace(origin: str) -> str:
-    """The part of the origin that describes the trace, and all after it."""
-    return re.split(r"(?:: |, )trace (?=decided by|always|[0-9])", origin)[-1]
-
-
-def _policy(origin: str) -> str | None:
-    """The policy of an executed trace and its settings, as text for :func:`named_policy`; None for a trace."""
-    found = re.match(r"decided by (\w+)\(([^)]*)\)", _trace(origin))
-    if found is None:
-        return None
+def _policy(name: str, settings: Mapping[str, Any]) -> str | None:
+    """A policy as text for :func:`named_policy`; None if it is not one of this library."""
     names = {kind.__name__: name for name, kind in POLICIES.items()}
-    settings = [setting for setting in found[2].split(", ") if re.fullmatch(r"\w+=[0-9.e+-]+", setting)]
-    return f"{names[found[1]]}:{','.join(settings)}" if found[1] in names else None
+    numbers = [f"{key}={value}" for key, value in settings.items() if type(value) in (int, float)]
+    return f"{names[name]}:{','.join(numbers)}" if name in names else None
 
 
 def _times(records: Sequence[Mapping[str, Any]], minibatch_size: int) -> list[tuple[int, int, float]]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from variable_batch_size.files import DECISIONS, EXECUTED, LOG
 from variable_batch_size.lab.watch.series import POSITIONS, Column, Columns, Series, parsed
 from variable_batch_size.lab.watch.tail import Tail
 from variable_batch_size.runs.lock import LOCK, is_alive
 from variable_batch_size.urls import is_url
 
-LOG, EXECUTED, DECISIONS = "log.jsonl", "executed.csv", "decisions.jsonl"
 _MOST_DECISIONS = 500
 _NUM_SAMPLED = 1000
 _LONGEST_ROW = 40  # bytes of a step and a batch size; longer lines are not rows
