@@ -213,6 +213,7 @@ def test_every_file_named_in_a_document_exists(document):
 FIRST_BLOCK_RUNS_IN = {
     "docs/clusters.md": "test/lab/comparison/test_compare_executors.py",
     "docs/comparing.md": "test/lab/comparison/test_compare.py",
+    "docs/extending.md": "test/test_plugins.py",  # the entry points
     "docs/frameworks/ray.md": "test/test_ray_train.py",
     "docs/getting-started.md": "test/test_first_minutes.py",  # make demo
     "docs/forecast.md": "test/lab/planning/test_forecast.py",

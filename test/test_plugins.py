@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,27 +13,24 @@ import variable_batch_size as vbs
 from variable_batch_size import plugins
 from variable_batch_size.lab.command.main import main
 
-ENTRY_POINTS = """
-[variable_batch_size.rules]
-cubic = vbs_extras.rules:CubicRule
-broken = vbs_extras.absent:Rule
-linear = vbs_extras.rules:CubicRule
-[variable_batch_size.policies]
-thrice = vbs_extras.rules:Thrice
-[variable_batch_size.traces]
-stairs = vbs_extras.traces
-lost = vbs_extras.traces
-[variable_batch_size.commands]
-hello = vbs_extras.hello
-wrong = vbs_extras.absent
-"""
+PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
+OURS = re.search(r"^```toml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1].replace("my_package", "vbs_extras")
+ENTRY_POINTS = re.sub(r' *#.*|"|project\.entry-points\.', "", OURS)
+for group, bad in {
+    "rules": "broken = vbs_extras.absent:Rule\nlinear = vbs_extras.rules:CubicRule",
+    "traces": "lost = vbs_extras.traces",
+    "commands": "wrong = vbs_extras.absent",
+}.items():
+    ENTRY_POINTS = ENTRY_POINTS.replace(f"[variable_batch_size.{group}]", f"[variable_batch_size.{group}]\n{bad}")
 RULES = """
-from variable_batch_size.policies import Policy
 from variable_batch_size.rules import Rule
 
 class CubicRule(Rule):
     def factor(self, step):
         return step.scale**3
+"""
+POLICIES = """
+from variable_batch_size.policies import Policy
 
 class Thrice(Policy):
     def decide(self, situation):
@@ -56,6 +54,7 @@ def package(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     (folder / "__init__.py").write_text("")
     (folder / "rules.py").write_text(RULES)
+    (folder / "policies.py").write_text(POLICIES)
     (folder / "hello.py").write_text(HELLO)
     (folder / "traces" / "stairs.csv").write_text("# Stairs\nstep,batchsize\n0,32\n1,64\n")
     monkeypatch.syspath_prepend(tmp_path)

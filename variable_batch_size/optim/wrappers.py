@@ -89,22 +89,28 @@ class Wrappers:
         self._num_disabled = 0  # of the DDP modules
         self._unsupported: list[str] = []  # advice for each module found that is not supported
         self._suspects: set[torch.Tensor] = set()  # parameters that seem to be in a DDP that was not found
-        self._seen = weakref.WeakSet[Module]()  # outermost modules that have run
-        self._inside = weakref.WeakSet[Module]()  # these, and all modules inside
-        self._stop_watching: Callable[[], Any] = _nothing
-        self._watches_optimizers = False
-        self._others_checked = weakref.WeakSet[Optimizer]()
+        self._start()
         self.update(parameters)
-        _records.add(self)
-        if is_running():
-            _watch_for_ddp()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what watches: a copy has other modules and optimizers, of which none has run."""
+        watching = ("_seen", "_inside", "_others_checked", "_stop_watching", "_watches_optimizers")
+        return {name: value for name, value in self.__dict__.items() if name not in watching}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.is_checked = False
+        self._start()
+        self._watch()
+
+    def _start(self) -> None:
+        self._seen = weakref.WeakSet[Module]()  # outermost modules that have run
+        self._inside = weakref.WeakSet[Module]()  # these, and all modules inside
+        self._others_checked = weakref.WeakSet[Optimizer]()
+        self._stop_watching: Callable[[], Any] = _nothing
+        self._watches_optimizers = False
+        _records.add(self)
         if is_running():
             _watch_for_ddp()
-        _records.add(self)
 
     def update(self, parameters: Iterable[torch.Tensor]) -> None:
         """Find what is around the parameters, after some were added."""
