@@ -245,6 +245,47 @@ def test_padding_minibatch_is_undone_and_a_real_one_is_not(is_one_program):
     assert core.num_flushes == 0  # because the user did not change the buffers
 
 
+class Created(nn.Module):
+    """A buffer that the first forward pass creates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def forward(self, x):
+        self.scale = x.abs().max() if self.scale is None else 0.5 * self.scale + 0.5 * x.abs().max()
+        return x / self.scale
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+@pytest.mark.parametrize("is_one_program", [False, True])
+def test_buffer_that_a_padding_minibatch_creates_is_removed(is_one_program, has_others):
+    model = nn.Sequential(Created(), nn.BatchNorm1d(2) if has_others else nn.Identity())
+    buffers = watching(model, OfTwo(is_one_program=is_one_program))
+    buffers.snapshot(is_idle=True)
+    model(torch.full((4, 2), 8.0))
+    buffers.restore(is_undone=True)
+    assert model[0].scale is None
+    buffers.snapshot(is_idle=False)
+    model(torch.full((4, 2), 2.0))
+    buffers.restore(is_undone=False)
+    assert model[0].scale == 2.0
+    buffers.snapshot(is_idle=True)
+    model(torch.full((4, 2), 8.0))
+    buffers.restore(is_undone=True)
+    assert model[0].scale == 2.0
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_buffer_that_a_skipped_step_creates_is_removed_where_the_device_decides(is_skipped):
+    model = Created()
+    buffers = watching(model, SingleProcess(), may_skip=True)
+    buffers.snapshot(is_idle=False)
+    model(torch.full((4, 2), 8.0))
+    buffers.restore(False, torch.tensor([is_skipped]))
+    assert (model.scale is None) == is_skipped
+
+
 @pytest.mark.parametrize("is_one_program", [False, True])
 def test_padding_minibatch_is_undone_to_the_values_set_by_the_user(is_one_program):
     model = Statistics()

@@ -10,8 +10,8 @@ from variable_batch_size.cores.communicator import Communicator, each_element_on
 from variable_batch_size.cores.detect import communicator_for
 from variable_batch_size.optim.module_hooks import add_hook
 
-# a buffer's module, name, tensor and version, and a copy of its values
-_Saved = tuple[torch.nn.Module, str, torch.Tensor, int, torch.Tensor]
+# a buffer's module, name, tensor and version, and a copy of its values; None for one that is not created yet
+_Saved = tuple[torch.nn.Module, str, torch.Tensor | None, int, torch.Tensor | None]
 
 
 class Buffers:
@@ -80,15 +80,19 @@ class Buffers:
             is_undone, is_skipped = is_undone or bool(is_skipped), None
         if is_eager and (is_undone or is_skipped is None):
             _write_back(self._before_step if is_undone else [])
-        elif self._before_step:
-            as_data = is_skipped
-            if as_data is None or self._is_one_program:
-                is_idle = torch.tensor([is_undone]).to(self._before_step[0][-1].device)
-                as_data = is_idle if as_data is None else is_idle | as_data
-            with torch.no_grad():
-                for owner, name, *_, values in self._before_step:
-                    written = each_element_once(owner._buffers[name])  # type: ignore[arg-type]
-                    written.copy_(torch.where(as_data, values, written).view_as(written))
+        else:
+            _write_back([saved for saved in self._before_step if is_undone and saved[-1] is None])
+            self._restore_values(is_undone, is_skipped)
+
+    def _restore_values(self, is_undone: bool, as_data: torch.Tensor | None) -> None:
+        saved = [(owner, name, values) for owner, name, *_, values in self._before_step if values is not None]
+        if saved and (as_data is None or self._is_one_program):
+            is_idle = torch.tensor([is_undone]).to(saved[0][-1].device)
+            as_data = is_idle if as_data is None else is_idle | as_data
+        with torch.no_grad():
+            for owner, name, values in saved:
+                written = each_element_once(owner._buffers[name])  # type: ignore[arg-type]
+                written.copy_(torch.where(as_data, values, written).view_as(written))  # type: ignore[arg-type]
 
     def _has_new_tensors(self) -> bool:
         return any(owner._buffers.get(name) is not buffer for owner, name, buffer, *_ in self._before_step)
@@ -104,30 +108,33 @@ class Buffers:
                 self._before_step = self._copies()
             self._communicator.flush()  # else it would be part of another graph on a rank with more minibatches
 
-    def _named_buffers(self) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    def _named_buffers(self) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor | None]]:
         for module in self._model.modules() if self._model is not None else ():
-            yield from ((module, name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
+            yield from ((module, name, buffer) for name, buffer in module._buffers.items())
 
     def _copies(self) -> list[_Saved]:
-        found = []
-        for owner, name, buffer in self._named_buffers():
-            values = each_element_once(buffer.detach())
-            values = (values if values.dim() else values.view(1)).clone()
-            found.append((owner, name, buffer, buffer._version, values))
-        return found
+        return [(*found, *_version_and_values(found[-1])) for found in self._named_buffers()]
 
     def _is_unchanged(self) -> bool:
         """Whether the buffers are those of the latest snapshot."""
-        now = [(id(buffer), buffer._version) for _, _, buffer in self._named_buffers()]
+        now = [(id(buffer), 0 if buffer is None else buffer._version) for _, _, buffer in self._named_buffers()]
         saved = self._before_padding or self._before_step
         return now == [(id(buffer), version) for _, _, buffer, version, _ in saved]
+
+
+def _version_and_values(buffer: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
+    if buffer is None:
+        return 0, None
+    values = each_element_once(buffer.detach())
+    return buffer._version, (values if values.dim() else values.view(1)).clone()
 
 
 @torch.no_grad()
 def _write_back(snapshot: list[_Saved]) -> None:
     for owner, name, buffer, _, values in snapshot:
-        written = each_element_once(buffer)
-        written.copy_(values.view_as(written))
+        if buffer is not None and values is not None:
+            written = each_element_once(buffer)
+            written.copy_(values.view_as(written))
         owner._buffers[name] = buffer  # the minibatch may have replaced the tensor
 
 
