@@ -106,6 +106,7 @@ TABLE = {
         *("_getframe", "auto_collation", "f_locals"),  # whether the loader would merge minibatches
     },
     "optim/buffers.py": {"_buffers", "_version"},  # the owner of a buffer, and whether it was written to
+    "optim/forward_state.py": {"_buffers", "_version"},  # likewise
     "optim/gradients/accumulator.py": {"_foreach_div"},
     "optim/gradients/buckets.py": {  # one kernel for many tensors
         *("_foreach_add_", "_foreach_copy_", "_foreach_mul", "_foreach_mul_"),

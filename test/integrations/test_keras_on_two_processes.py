@@ -51,6 +51,12 @@ def test_weights_losses_and_metrics_are_those_of_one_process_with_idle_ranks_and
         check_equal(runs["lockstep"], expected["adascale"])
 
 
+def test_statistics_and_seeds_are_not_reported_as_state_that_depends_on_the_rank(found):
+    for runs, *_ in found:
+        warnings = [message for run in runs.values() for message in run["warnings"]]
+        assert not [message for message in warnings if message.startswith("The forward pass changes")]
+
+
 def test_all_ranks_evaluate_and_end_with_the_statistics_of_rank_0(found):
     (first, *_), (second, *_) = found
     for name, run in first.items():

@@ -4,6 +4,7 @@ import runpy
 
 import torch
 from documents import ROOT
+from stateful_runs import Warnings
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import variable_batch_size as vbs
@@ -42,13 +43,15 @@ class Session:
     def fit(self, *callbacks, **changed):
         settings = {"epochs": 2, "verbose": 2, "validation_data": self.validation, **changed}
         seen = Seen()
-        history = self.model.fit(self.loader, callbacks=[seen, *callbacks], **settings).history
+        with Warnings() as warnings:
+            history = self.model.fit(self.loader, callbacks=[seen, *callbacks], **settings).history
         return {
             "weights": [p.detach().clone() for p in self.model.parameters()],
             "statistics": [v.value.detach().clone() for v in self.statistics.non_trainable_weights],
             "history": history,
             "seen": seen.logs,
             "steps": self.optimizer.steps_done,
+            "warnings": warnings.messages,
         }
 
 

@@ -87,6 +87,10 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
             raise ValueError("layers must not compute in float16, which needs a loss scale: use bfloat16")
         if kwargs.get("jit_compile") not in (None, False, "auto"):
             raise ValueError("`jit_compile` must be False: the number of minibatches in a step varies")
+        norms = [layer for layer in self._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+        statistics = [variable for layer in norms for variable in layer.non_trainable_variables]
+        # fit sets the seeds for each minibatch, and statistics have no influence on the loss
+        optimizer.ignored_state += [f"*{variable.path}" for variable in [*_seeds_of(self), *statistics]]
         super().compile(optimizer="sgd", loss=loss, **{**kwargs, "jit_compile": False})
         self.optimizer = None  # callbacks that set its learning rate then raise
         self.variable_optimizer, self.variable_schedulers = optimizer, tuple(schedulers)

@@ -1,10 +1,12 @@
 """ModuleHook: a forward pre-hook that has no effect on copies of its module, nor after its owner is gone."""
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 Method = Callable[[torch.nn.Module], None]
@@ -56,6 +58,28 @@ def add_hook(
     if replaces:
         _remove(module, lambda hook: hook.method is not None and _function(hook.method()) is _function(method))
     return module.register_forward_pre_hook(ModuleHook(module, method, is_compiled=is_compiled))
+
+
+def add_hook_to_all(method: Method, *, is_compiled: bool = True) -> RemovableHandle:
+    """Call a method of an object before each run of any module, without keeping the object alive."""
+    # torch warns that the hook of a compiled module is called twice: once for itself, once for the module inside
+    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
+    reference = weakref.WeakMethod(method)
+
+    def run(module: torch.nn.Module) -> None:
+        if (alive := reference()) is None:
+            handle.remove()
+        else:
+            alive(module)
+
+    run_eagerly: Method = run if is_compiled else torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+
+    def before_forward(module: torch.nn.Module, args: Any) -> None:
+        if not (is_compiled and torch.compiler.is_compiling()):
+            run_eagerly(module)
+
+    handle = register_module_forward_pre_hook(before_forward)
+    return handle
 
 
 def _function(method: Any) -> Any:

@@ -3,7 +3,7 @@
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
@@ -21,6 +21,7 @@ from variable_batch_size.optim import consistency
 from variable_batch_size.optim.attachments import Attachments, Per
 from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.flow import Flow, Outcome, make_meter, step_unless
+from variable_batch_size.optim.forward_state import ForwardState
 from variable_batch_size.optim.gradients import make_accumulator
 from variable_batch_size.optim.gradients.accumulator import StepGradient
 from variable_batch_size.optim.gradients.buckets import BucketAccumulator
@@ -67,6 +68,7 @@ class Options(TypedDict, total=False):
     exact: bool
     seed_minibatches: bool | None
     reduce_scatter_once: bool
+    ignored_state: Collection[str]
 
 
 # not those that may differ between ranks, or are compared by themselves, such as the shapes of the model
@@ -119,6 +121,8 @@ class CustomOptimizer(OptimizerProxy):
             the core (:class:`MinibatchSeeder`); None for the value of `exact`.
         reduce_scatter_once: let a model in ``fully_shard`` reduce once a step instead of in every round, at the cost of
             memory for full gradients on each core; other models always reduce once.
+        ignored_state: names of buffers and other attributes of the model, with wildcards such as ``"*.calls"``, that a
+            forward pass may change because they have no influence on the loss (:class:`ForwardState`).
 
     Attributes:
         run: the position of the run, and what it has done so far (:class:`Run`).
@@ -149,6 +153,7 @@ class CustomOptimizer(OptimizerProxy):
         exact: bool = False,
         seed_minibatches: bool | None = None,
         reduce_scatter_once: bool = False,
+        ignored_state: Collection[str] = (),
     ) -> None:
         options = {name: value for name, value in locals().items() if name in _COMPARED}
         super().__init__(inner)
@@ -177,7 +182,10 @@ class CustomOptimizer(OptimizerProxy):
         self.skip_nonfinite = self._flow.skips_by_default if skip_nonfinite is None else skip_nonfinite
         self._init_position()
         refuse_options(options, sampler, self._rule, self._communicator)
+        self.ignored_state = sorted([ignored_state] if isinstance(ignored_state, str) else ignored_state)
+        self._forward_state = self._make_forward_state()
         options |= {"skip_nonfinite": self.skip_nonfinite, "seed_minibatches": self.seeds_minibatches}
+        options |= {"ignored_state": tuple(self.ignored_state)}
         finish_checks = consistency.sync_and_check_ranks(self, self._wrappers, self._communicator, options)
         connect_cores(sampler, self._communicator, next(self.parameters()).device)
         self._cursor.shares = sampler.shares
@@ -242,6 +250,10 @@ class CustomOptimizer(OptimizerProxy):
         for one in optimizers_of(self.inner):
             if hasattr(one, "_optimizer_step_pre_hooks"):  # a wrapper of another library may lack them
                 one.register_step_pre_hook(partial(refuse_direct_step, weakref.ref(self)))
+
+    def _make_forward_state(self) -> ForwardState:
+        is_on = self.exact or self._communicator.num_replicas > 1 or self.sampler.is_elastic
+        return ForwardState(self._wrappers, is_on=is_on, exact=self.exact, ignored=self.ignored_state)
 
     def _make_steps(self) -> Steps:
         sampler, cursor, accumulator = self.sampler, self._cursor, self._accumulator
@@ -314,6 +326,8 @@ class CustomOptimizer(OptimizerProxy):
         if self.sampler.num_to_run is not None and self._runs.has_reached(self.sampler.num_to_run):
             self._drop_minibatch()
             return False if closure is None else result
+        if self._forward_state.num_left:
+            self._forward_state.check(self.sampler.rank)
         plan = self._plan_minibatch(last, is_closure=closure is not None)
         is_complete = self._take_minibatch(plan, weight, result if loss is None else loss)
         return is_complete if closure is None else result
@@ -577,10 +591,12 @@ class CustomOptimizer(OptimizerProxy):
         """Add or remove the hooks on the model, which are needed only in a pass."""
         self._buffers.watch(is_on)
         self._seeder.watch(is_on)
+        self._forward_state.watch(is_on)
 
     def _on_request(self, is_first: bool) -> None:
         if is_first:
             self._watch(True)
+        self._forward_state.on_request()
         is_run_next = self._runs.number < self.sampler.num_read and not self.sampler.is_read_ahead
         if is_run_next and not self._cursor.is_accumulating and not self._communicator.is_one_program:
             self._buffers.expect_changes()
@@ -592,6 +608,7 @@ class CustomOptimizer(OptimizerProxy):
         self._loss_scale.reset()
         self._attachments.begin_pass(self.run)
         self._factors = []
+        self._forward_state.begin_pass()
         if not self._communicator.is_one_program:
             self._buffers.expect_skips(True)  # until the first minibatch shows whether a GradScaler is in use
         self._buffers.snapshot(self._cursor.plan.is_idle)

@@ -6,7 +6,6 @@ calls a hook before the forward pass of every module, until nothing can be missi
 """
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
@@ -15,13 +14,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, SyncBatchNorm
-from torch.nn.modules.module import register_module_forward_pre_hook, register_module_module_registration_hook
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from variable_batch_size.cores.communicator import Communicator, is_running
 from variable_batch_size.cores.dtensor import is_dtensor
+from variable_batch_size.optim.module_hooks import add_hook_to_all
 from variable_batch_size.optim.proxy import optimizers_of
 from variable_batch_size.rules.rule import Rule
 
@@ -160,17 +160,8 @@ class Wrappers:
         self._inside.clear()
         if not self._may_miss_something():
             return
-        # it warns that the hook of a compiled module is called twice: once for itself, once for the module inside
-        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
-        look, breaks_graphs = _weak(self._before_forward), bool(self._suspects)
-        if breaks_graphs:  # as a DDP does
-            look = torch.compiler.disable(look)  # type: ignore[no-untyped-call]
-
-        def before_forward(module: Module, args: Any) -> None:
-            if breaks_graphs or not torch.compiler.is_compiling():
-                look(module)
-
-        handle = register_module_forward_pre_hook(before_forward)
+        # a suspect may be in a DDP that a compiler traces, which then breaks the graph as it does by itself
+        handle = add_hook_to_all(self._before_forward, is_compiled=not self._suspects)
         self._stop_watching = weakref.finalize(self, handle.remove)
 
     def _before_forward(self, module: Module) -> None:

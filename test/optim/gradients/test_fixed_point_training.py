@@ -28,7 +28,6 @@ class Uneven(nn.Module):
             self.second.weight.mul_(2.0**15)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
         x = torch.tanh(self.second(torch.tanh(self.first(x)) * 2.0**-15))
         x = x + self.zero(x) * 2.0**-15
         return self.head(x + self.late * 2.0**-20 if self.num_calls > 60 else x)
@@ -48,6 +47,7 @@ def train(inner, *, exact, explosion=None, **options):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         for indices in sampler:
+            model.num_calls += 1
             loss = nn.functional.cross_entropy(model(x[indices]), y[indices])
             (loss * (explosion if explosion and optimizer.steps_done == 10 else 1.0)).backward()
             optimizer.step()
