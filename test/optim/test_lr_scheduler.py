@@ -159,7 +159,7 @@ def by_samples(name, trace, per, unit="samples", **options):
     scheduler = KINDS[name](optimizer)
     found = {}
     for _ in steps_of(optimizer, **options):
-        Follower.checked(scheduler, unit, per).follow(optimizer)
+        Follower.checked(scheduler, unit, per).follow(optimizer.run)
         found[optimizer.samples_done] = settings(optimizer)
     return found
 
@@ -192,7 +192,7 @@ def test_fractional_weights_may_sum_to_slightly_less_than_a_step():
     optimizer = optimizer_of([2] * 10)
     scheduler = linear(optimizer)
     for _ in steps_of(optimizer, weight=0.1):
-        Follower.checked(scheduler, "tokens", 0.5).follow(optimizer)
+        Follower.checked(scheduler, "tokens", 0.5).follow(optimizer.run)
     assert optimizer.weight_done < 1
     assert scheduler.last_epoch == 2
 
@@ -201,7 +201,7 @@ def test_scheduler_of_the_inner_optimizer_follows():
     optimizer = optimizer_of([4, 8, 4])
     scheduler = linear(optimizer.inner)
     for _ in steps_of(optimizer):
-        Follower.checked(scheduler, "samples", 4).follow(optimizer)
+        Follower.checked(scheduler, "samples", 4).follow(optimizer.run)
     assert settings(optimizer) == by_steps(linear, 4)[-1]
 
 
@@ -210,10 +210,10 @@ def test_following_before_the_first_update_changes_nothing_and_does_not_warn():
     scheduler = linear(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Follower.checked(scheduler, "samples", 2).follow(optimizer)
+        Follower.checked(scheduler, "samples", 2).follow(optimizer.run)
         assert scheduler.last_epoch == 0
         next(steps_of(optimizer))  # one of the two minibatches of the first step
-        Follower.checked(scheduler, "samples", 2).follow(optimizer)
+        Follower.checked(scheduler, "samples", 2).follow(optimizer.run)
     assert scheduler.last_epoch == 0
 
 
@@ -221,14 +221,14 @@ def test_following_before_the_first_update_changes_nothing_and_does_not_warn():
 def test_samples_per_step_must_be_a_positive_number(per):
     optimizer = optimizer_of([4])
     with pytest.raises(ValueError, match=r"^`every` must be a positive number, got"):
-        Follower.checked(linear(optimizer), "samples", per).follow(optimizer)
+        Follower.checked(linear(optimizer), "samples", per).follow(optimizer.run)
 
 
 @pytest.mark.parametrize("per", [0, -1.5, math.inf, math.nan])
 def test_weight_per_step_must_be_a_positive_number(per):
     optimizer = optimizer_of([4])
     with pytest.raises(ValueError, match=r"^`every` must be a positive number, got (0|-1\.5|inf|nan)$"):
-        Follower.checked(linear(optimizer), "tokens", per).follow(optimizer)
+        Follower.checked(linear(optimizer), "tokens", per).follow(optimizer.run)
 
 
 def test_scheduler_that_is_also_stepped_elsewhere_raises():
@@ -241,4 +241,4 @@ def test_scheduler_that_is_also_stepped_elsewhere_raises():
     scheduler.step()
     message = "^LinearLR has made 2 steps, but the run has reached only 1: don't call its step"
     with pytest.raises(RuntimeError, match=message):
-        Follower.checked(scheduler, "samples", 4).follow(optimizer)
+        Follower.checked(scheduler, "samples", 4).follow(optimizer.run)
