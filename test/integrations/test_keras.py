@@ -148,7 +148,7 @@ def test_stopped_run_resumes_from_the_backup_of_keras(tmp_path, save_freq):
 
 STEPPED = {
     "each batch": lambda scheduler, optimizer: scheduler.step(),
-    "by samples": lambda scheduler, optimizer: Follower.checked(scheduler, "samples", 8).follow(optimizer),
+    "by samples": lambda scheduler, optimizer: Follower.checked(scheduler, "samples", 8).follow(optimizer.run),
 }
 
 

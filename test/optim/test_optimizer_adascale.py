@@ -154,7 +154,7 @@ def test_a_scheduler_follows_progress():
     seen = []
     for _ in range(6):
         run(model, optimizer, [[-1, 1], [1, -1]])
-        Follower.checked(scheduler, "progress", 1).follow(optimizer)
+        Follower.checked(scheduler, "progress", 1).follow(optimizer.run)
         seen.append((round(optimizer.progress, 6), scheduler.last_epoch, round(optimizer.param_groups[0]["lr"], 9)))
     assert seen == [(2, 2, 0.01), (4, 4, 0.001), (6, 6, 1e-4), (8, 8, 1e-5), (10, 10, 1e-6), (12, 12, 1e-7)]
 
@@ -412,7 +412,7 @@ def accuracy_after(kind, batch_size, seed, *, progress=None, updates=None):
             if not optimizer.step():
                 continue
             if progress:
-                Follower.checked(scheduler, "progress", 1).follow(optimizer)
+                Follower.checked(scheduler, "progress", 1).follow(optimizer.run)
             else:
                 scheduler.step()
             if (optimizer.progress if progress else optimizer.steps_done) >= length:

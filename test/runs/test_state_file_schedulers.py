@@ -42,7 +42,7 @@ def step(scheduler, optimizer):
 
 
 def follow(scheduler, optimizer):
-    Follower.checked(scheduler, "samples", 3).follow(optimizer)
+    Follower.checked(scheduler, "samples", 3).follow(optimizer.run)
 
 
 def learning_rates(directory, make, stop_after=NUM_STEPS, *, move=step, trace=2):

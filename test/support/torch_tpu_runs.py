@@ -62,8 +62,8 @@ FUSED = {
 MANY_SIZES = [MINIBATCH * n for n in (*(s // MINIBATCH for s in SIZES[:WARM_UP]), *range(48, 0, -1))]
 WEIGHTED = {"weighted": RUNS["linear"], "weighted adascale": RUNS["adascale"], "weighted adam": RUNS["adam"]}
 SCHEDULES = {
-    "cosine, samples": lambda scheduler, optimizer: Follower(scheduler, "samples", REF_BATCHSIZE).follow(optimizer),
-    "cosine, progress": lambda scheduler, optimizer: Follower(scheduler, "progress", 1).follow(optimizer),
+    "cosine, samples": lambda scheduler, optimizer: Follower(scheduler, "samples", REF_BATCHSIZE).follow(optimizer.run),
+    "cosine, progress": lambda scheduler, optimizer: Follower(scheduler, "progress", 1).follow(optimizer.run),
 }
 
 

@@ -540,7 +540,7 @@ class Run:
             if self.program.sides[number].schedule == "wrapper" and optimizer.updated:
                 scheduler.step()
             elif self.program.sides[number].schedule == "samples":
-                Follower.checked(scheduler, "samples", PER).follow(optimizer)
+                Follower.checked(scheduler, "samples", PER).follow(optimizer.run)
             if optimizer.sampler.policy is not None and self.program.policy == "plateau":
                 optimizer.sampler.policy.tell(TOLD[self.turn % len(TOLD)])
         if 0 in which and isinstance(self.teacher, AveragedModel) and self.optimizers[0].updated:

@@ -32,7 +32,7 @@ def train(device, directory, *, stop_after=None, dropout=0.0, **options):
         for one, other in DataLoader(data, batch_sampler=sampler):
             nn.functional.cross_entropy(model(one.to(device)), other.to(device)).backward()
             if optimizer.step():
-                Follower.checked(scheduler, "samples", 16).follow(optimizer)
+                Follower.checked(scheduler, "samples", 16).follow(optimizer.run)
             checkpoint.step()
             if stop_after and optimizer.steps_done == stop_after and not optimizer.is_accumulating:
                 return None
