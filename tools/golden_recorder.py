@@ -293,9 +293,9 @@ class Track:
 
     def step(self, samples: Any, loss: Any = None, by: Callable[..., Any] | None = None, /, **how: Any) -> Any:
         """``optimizer.step(…)``, or another function that calls it, and a record of what it has done."""
+        self.recorder.clock.advance(1 / 64)
         if self.recorder.is_quiet:
             return (by or self.optimizer.step)(**how)
-        self.recorder.clock.advance(1 / 64)
         self._is_within = True
         result = (by or self.optimizer.step)(**how)
         self._is_within = False

@@ -318,7 +318,7 @@ LOOPS = {
     "left early": _of(left_early, ALL_CORES),
     "positions": _of(positions),
     "not read": _of(unread),
-    "deep copy": _of(copied, (0,), on_gpu=True),
+    "deep copy": _of(copied, (0, 2), on_gpu=True),
     "logged": _of(logged, ALL_CORES),
     "logged, exact": _of(logged, exact=True, dropout=0.2),
     "logged, late progress": _of(logged, rule="linear", measure_noise=True, smoothing="paper"),
