@@ -130,6 +130,13 @@ def test_default_backend_is_that_of_the_accelerator_or_gloo():
     assert devices.num_devices("nccl") == num_gpus
 
 
+@pytest.mark.parametrize(
+    ("device", "compiles"), [("cpu", False), ("cuda:1", False), ("mps", True), ("xla:0", True), ("meta", True)]
+)
+def test_only_hosts_and_cuda_are_known_to_run_any_shape_without_compiling(device, compiles):
+    assert devices.compiles_for_shapes(torch.device(device)) == compiles
+
+
 @pytest.fixture
 def made_up_tpu(monkeypatch):
     """A fake TorchTPU of one host: what may only be called by torch is missing."""

@@ -50,6 +50,11 @@ def module_of(device: torch.device) -> Any:
     return None if device.type == "cpu" else getattr(torch, device.type, None)
 
 
+def compiles_for_shapes(device: torch.device) -> bool:
+    """Whether a device compiles another program for each new shape of an operation, as TorchTPU and MPS do."""
+    return device.type not in ("cpu", "cuda")
+
+
 class Pace:
     """Keeps the host at most one minibatch ahead of an accelerator."""
 

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
+from variable_batch_size.cores import devices
 from variable_batch_size.cores.communicator import Communicator, Ranks
 from variable_batch_size.cores.dtensor import from_local_like, redistribute_like, to_local
 from variable_batch_size.data.cursor import StepPlan
@@ -73,7 +74,8 @@ class BucketAccumulator(GradientAccumulator):
         self._held_minibatches: list[tuple[Any, ...]] = []  # of the first step, in exact mode with several optimizers
         # for each group, the norms of the tensors of several minibatches, where those of a single one are not needed
         self._held_norms: list[list[torch.Tensor]] = []
-        self._holds_norms = not exact and model_parallel is None and self.norm_layers is None
+        compiles = devices.compiles_for_shapes(self._first().device)  # as their number depends on the batch size
+        self._holds_norms = not (compiles or exact or model_parallel is not None or self.norm_layers is not None)
         self._sum_dtype = torch.float64 if exact else torch.float32  # at least
         self._buckets = GradientBuckets([], num_numbers=0)
         self._wide: GradientBuckets | None = None  # with views of narrow dtypes: the sums, in float32
