@@ -328,7 +328,7 @@ class Log(AbstractContextManager["Log"]):
         if is_elastic:  # cores may leave before or during the sum; those that were added have summed fewer weights
             numbers = [*numbers, torch.tensor([1.0, self._num_own]).to(self._device)]
         elif weights.unread is not None:
-            numbers = [one.to(weights.unread) for one in (*numbers, weights.unread)]
+            numbers = [*numbers, weights.unread]
         loss, *rest = self._communicator.total(*numbers).tolist()
         if is_elastic:
             num_minibatches, cores = rest.pop(), round(rest.pop())

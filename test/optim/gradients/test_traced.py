@@ -67,6 +67,22 @@ def test_a_step_starts_from_nothing():
         assert parameters[2].grad is None
 
 
+def test_where_the_host_reads_a_step_its_gradient_takes_the_memory_of_the_sums():
+    """The graph ends there: it would return both."""
+    parameters, inner = layer()
+    gradients = TracedAccumulator(inner, SingleProcess(), measures=True)
+    places = []
+    for value in (5.0, 2.0):
+        for p in parameters[:3]:
+            p.grad = torch.full(p.shape, value)
+        gradients.accumulate(ONE)
+        gradients.reduce(ONE).measure()
+        assert [p.grad.unique().item() for p in parameters[:3]] == [value] * 3
+        places.append([p.grad.data_ptr() for p in parameters[:3]])
+        gradients.reset()
+    assert places[0] == places[1] == [gradients._sums[p].data_ptr() for p in parameters[:3]]
+
+
 def test_gradient_without_a_divisor_is_left_out_by_the_same_graph():
     parameters, inner = layer()
     divisors = {}

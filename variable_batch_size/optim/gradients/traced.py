@@ -282,11 +282,17 @@ class TracedAccumulator(GradientAccumulator):
     def _gradients(self) -> list[torch.Tensor]:
         return list(self._gradient.values())
 
+    def _keep_in_sums(self) -> None:
+        """Write the gradient of the step, which the graph would otherwise return beside the sums, into their memory."""
+        for p, tensor in self._sums.items():
+            self._gradient[p] = tensor.copy_(self._gradient[p])
+
     def _read(self, numbers: torch.Tensor, *, is_extra: bool = False) -> list[float]:
         """Numbers on the host; with them, after a reduction, which parameters have a gradient on some core."""
         presence, self._presence = self._presence, None
         if presence is not None:
             numbers = torch.cat([numbers, presence.to(numbers.dtype)])
+            self._keep_in_sums()
         self.communicator.flush(is_extra=is_extra)
         values = super()._read(numbers.cpu())
         if presence is None:
