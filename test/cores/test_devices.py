@@ -1,11 +1,15 @@
 """A device that is not available here is used by the capabilities of its torch module."""
 
+import json
 import os
+import socket
 import types
+from datetime import timedelta
 
 import forked
 import pytest
 import torch
+import torch.distributed as dist
 
 import variable_batch_size as vbs
 from variable_batch_size.cores import devices, xla
@@ -181,6 +185,42 @@ def test_ports_of_torch_tpu_for_another_number_of_processes_raise(made_up_tpu, m
         RuntimeError, match="ports for 2 processes, of an earlier launch or of other hosts, but `cores`"
     ):
         devices.process_environments("tpu_dist", 4)
+
+
+@pytest.fixture
+def on_one_of_two_hosts(monkeypatch):
+    """Variables of torchrun."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+
+
+def test_torch_tpu_on_several_hosts_needs_its_ports_before_torchrun(on_one_of_two_hosts):
+    rule = "TORCH_TPU_SLICEBUILDER_ADDRESSES must be set before torchrun starts 8 processes on several hosts"
+    with pytest.raises(RuntimeError, match=rule), devices.completed_environment("tpu_dist"):
+        pass
+
+
+@pytest.mark.parametrize(("backend", "ports"), [("gloo", None), ("tpu_dist", "one:8070,other:8070")])
+def test_an_environment_that_is_complete_is_left_as_it_is(on_one_of_two_hosts, monkeypatch, backend, ports):
+    if ports:
+        monkeypatch.setenv("TORCH_TPU_SLICEBUILDER_ADDRESSES", ports)
+    before = dict(os.environ)
+    with devices.completed_environment(backend):
+        assert dict(os.environ) == before
+
+
+def test_rank_0_serves_the_ports_of_torch_tpu_until_the_process_group_has_started(made_up_tpu, monkeypatch):
+    """Without torchrun's own store, as in jobs of `vbs cluster`."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    monkeypatch.setattr(os, "environ", os.environ | {name: str(value) for name, value in variables.items()})
+    ports = {"TORCH_TPU_SLICEBUILDER_ADDRESSES": "localhost:8000", "TORCH_TPU_TOPOLOGY": "2,2,1"}
+    with devices.completed_environment("tpu_dist"):
+        assert ports.items() <= os.environ.items()
+        late = dist.TCPStore("localhost", port, timeout=timedelta(seconds=10))
+        assert json.loads(late.get("TORCH_TPU_SLICEBUILDER_ADDRESSES")) == ports
 
 
 def test_processes_of_other_backends_need_nothing_and_torch_tpu_must_be_installed(monkeypatch):

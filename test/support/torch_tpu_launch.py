@@ -1,6 +1,8 @@
 """A script that launches on TorchTPU's device over XLA's CPU plugin; a spawned process imports it, too.
 
 python test/support/torch_tpu_launch.py BACKEND [CORES]
+
+Under torchrun, "environment" as the backend prints TorchTPU's variables as launch() completes them, and trains nothing.
 """
 
 # ruff: noqa: E402 (the device must be registered before torch is imported)
@@ -18,6 +20,7 @@ import torch.distributed as dist
 import torch_tpu_runs as runs
 
 import variable_batch_size as vbs
+from variable_batch_size.cores import devices
 
 
 def train(expected_backend):
@@ -48,6 +51,11 @@ def train(expected_backend):
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "environment":
+        with devices.completed_environment("tpu_dist"):
+            found = {name: value for name, value in os.environ.items() if name.startswith("TORCH_TPU_")}
+        print("RESULT", json.dumps(found))
+        sys.exit()
     backend = None if sys.argv[1] == "default" else sys.argv[1]
     cores = int(sys.argv[2]) if len(sys.argv) > 2 else None
     for result in vbs.launch(train, (backend,), cores=cores, backend=backend):

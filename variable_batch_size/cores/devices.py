@@ -1,5 +1,6 @@
 """Accelerators by capability, and the state of the random number generators of host and devices."""
 
+import json
 import os
 import random
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from variable_batch_size.checks import check_one_of
 from variable_batch_size.cores import xla
@@ -18,6 +20,7 @@ from variable_batch_size.cores.communicator import is_running
 
 _ON_THE_HOST = ("gloo", "mpi", "ucc")
 _OF_TORCH_TPU = ("tpu_dist", "tpu")
+_PORTS = "TORCH_TPU_SLICEBUILDER_ADDRESSES"  # an address for each process
 
 _GAUSS = struct.Struct("<?d")  # whether there is a normal number left from the pair drawn last, and which
 _NUMPY = struct.Struct("<H?d")  # the position in the state, and the same
@@ -123,6 +126,35 @@ def process_environments(backend: str, number: int) -> list[dict[str, str]]:
     """What each process of a launch must have in its environment when it starts: nothing, except on TorchTPU."""
     if backend not in _OF_TORCH_TPU:
         return [{} for _ in range(number)]
+    found = _environment_of_tpus(backend, number)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        found |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(number)}
+    return [found | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(number)]
+
+
+@contextmanager
+def completed_environment(backend: str) -> Iterator[None]:
+    """Under torchrun: set what TorchTPU reads when a process group starts, the same in all processes."""
+    if backend not in _OF_TORCH_TPU or _PORTS in os.environ:
+        yield
+        return
+    number, num_on_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if number != num_on_host:
+        raise RuntimeError(
+            f"{_PORTS} must be set before torchrun starts {number} processes on several hosts, as their addresses must "
+            "be in the order of their ranks: call torch.tpu.distributed.set_tpu_launch_env(nnodes=…, nproc_per_node=…) "
+            "on each host, and start torchrun with the environment and the --node_rank that it sets"
+        )
+    store, rank, _ = next(rendezvous("env://"))
+    if rank == 0:
+        store.set(_PORTS, json.dumps(_environment_of_tpus(backend, number)))
+    os.environ.update(json.loads(store.get(_PORTS)))
+    yield  # with the store, which rank 0 may serve: others read it until the process group has started
+
+
+def _environment_of_tpus(backend: str, number: int) -> dict[str, str]:
+    """The variables of TorchTPU for all processes on this host: a port for each, and the mesh of its TPUs."""
     module = getattr(torch, "tpu", None)
     if module is None:
         raise ValueError(f'backend="{backend}" needs a TPU and TorchTPU: pip install torch_tpu')
@@ -130,7 +162,7 @@ def process_environments(backend: str, number: int) -> list[dict[str, str]]:
     try:
         module.distributed.set_tpu_launch_env(nproc_per_node=number)
         found = {name: os.environ[name] for name in os.environ if os.environ[name] != before.get(name)}
-        num_ports = len(os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(","))
+        num_ports = len(os.environ[_PORTS].split(","))
     finally:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
@@ -140,10 +172,7 @@ def process_environments(backend: str, number: int) -> list[dict[str, str]]:
             f"TorchTPU has ports for {num_ports} processes, of an earlier launch or of other hosts, but `cores` is "
             f"{number}. Launch another number of cores from a new process, and start several hosts with torchrun."
         )
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        found |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(number)}
-    return [found | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(number)]
+    return found
 
 
 def default_backend() -> str:

@@ -306,7 +306,7 @@ def _run_under_torchrun(fn: Callable[..., Any], args: tuple[Any, ...], backend: 
     if dist.is_initialized():
         devices.use_device(local_rank, backend)
         return fn(*args)
-    with _process_group(backend, local_rank):
+    with devices.completed_environment(backend), _process_group(backend, local_rank):
         return fn(*args)
 
 
