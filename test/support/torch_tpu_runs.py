@@ -11,8 +11,8 @@ from variable_batch_size.optim.attachments import Follower
 
 MINIBATCH = 8
 REF_BATCHSIZE = 32
-# 17 batch sizes of 1 to 17 minibatches; programs may be compiled in the first steps. One of these is long, as TorchTPU
-# starts another program when many operations are deferred
+# 17 batch sizes of 1 to 17 minibatches; programs may be compiled in the first steps. These have one minibatch, a few
+# and many, as TorchTPU starts another program when many operations are deferred
 WARM_UP = 7
 SIZES = [MINIBATCH * n for n in (3, 1, 2, 1, 4, 9, 3, 1, 17, 5, 8, 16, 6, 7, 2, 10, 11, 12, 1, 13, 14, 15)]
 NUM_STEPS = len(SIZES)
@@ -24,6 +24,11 @@ def sgd(model):
 
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+
+
+def capturable_adamw(model):
+    is_capturable = next(model.parameters()).device.type != "cpu"  # which a CPU refuses
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, capturable=is_capturable)
 
 
 def fused_sgd(model):
@@ -43,6 +48,7 @@ RUNS = {
     "legw": ("legw:500", sgd, {}),
     "adascale": ("adascale", sgd, {}),
     "adam": ("adam", adamw, {}),
+    "adam, capturable": ("adam", capturable_adamw, {}),
     "adam, half-life": ("adam:half-life", adamw, {}),
     "adamscale": ("adamscale", adamw, {}),
     "surge": ("surge", adamw, {}),
@@ -57,7 +63,7 @@ RUNS = {
 FUSED = {
     name: (rule, {sgd: fused_sgd, adamw: fused_adamw}[inner], {"smooth_steps": 3, **options})
     for name, (rule, inner, options) in RUNS.items()
-    if name not in ("bucket views", "seeded", "smooth", "smooth adascale")
+    if name not in ("adam, capturable", "bucket views", "seeded", "smooth", "smooth adascale")
 }
 MANY_SIZES = [MINIBATCH * n for n in (*(s // MINIBATCH for s in SIZES[:WARM_UP]), *range(48, 0, -1))]
 WEIGHTED = {"weighted": RUNS["linear"], "weighted adascale": RUNS["adascale"], "weighted adam": RUNS["adam"]}

@@ -1,4 +1,7 @@
-"""On TorchTPU's device, weights are those of the CPU, and a new batch size compiles no program."""
+"""On TorchTPU's device, weights are those of the CPU, and a new batch size compiles no program.
+
+Programs are kept for the next tests. A batch size that compiles one fails the first test that has it.
+"""
 
 import pytest
 import scenarios
@@ -96,8 +99,9 @@ def test_with_a_schedule(on_cpu, eager_mode, late, name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_with_a_policy_and_its_replay(on_cpu, eager_mode, late, name):
+def test_a_policy_compiles_nothing_after_steps_of_one_a_few_and_many_minibatches(on_cpu, eager_mode, late, name):
     run = RUNS["adascale"]
+    runs.train("tpu", *run)  # has them, while these policies keep to one size for long
     result = runs.train("tpu", *run, trace=POLICIES[name]())
     assert len(set(result["sizes"][WARM_UP:])) > 1
     check(result, on_cpu(*run, trace=result["sizes"]))

@@ -14,14 +14,14 @@ from variable_batch_size.optim import flow
 
 FIRST = (3, 1, 2, 1, 4, 3, 1)  # minibatches; until then, numbers are read at once, and operations may be new
 SIZES = [runs.MINIBATCH * n for n in (*FIRST, 9, 5, 1, 8, 6, 7, 2, 10)]
-assert runs.WARM_UP == len(FIRST)
+assert len(FIRST) == runs.WARM_UP
 
 RUNS = {**runs.RUNS, **runs.WEIGHTED, **{f"{name}, fused": run for name, run in runs.FUSED.items()}}
-RUNS.pop("adam, capturable")  # for accelerators only
+RUNS.pop("adam, capturable")  # which a CPU refuses
 
 
 class Operations(TorchDispatchMode):
-    """The operations so far, with what TorchTPU makes part of their programs: shapes, sizes and indices, but no numbers."""
+    """The operations so far, with what TorchTPU makes part of their programs: shapes, sizes and indices, no numbers."""
 
     def __init__(self):
         super().__init__()
