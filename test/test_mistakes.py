@@ -406,6 +406,7 @@ MISTAKES = {
         lambda: saved(5),
         "`directory` must be a path, a URL, or None to save nothing, got 5",
     ),
+    "an empty directory": (lambda: saved(""), '`directory` must not be empty: pass None to save nothing, or "." for'),
     "a checkpoint of another model": (lambda: vbs.Checkpoint("run", model=model(), optimizer=optimizer()), AS_MODEL),
     "a checkpoint of torch's optimizer": (
         lambda: vbs.Checkpoint("run", model=model(), optimizer=sgd()),

@@ -50,6 +50,12 @@ def saved(tmp_path):
     return tmp_path
 
 
+def test_a_tilde_is_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(*make("~/run"))
+    assert "step-000000004.pt" in contents(tmp_path / "~" / "run")
+
+
 def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 

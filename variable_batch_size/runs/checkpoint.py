@@ -135,7 +135,7 @@ class Checkpoint:
 
     Args:
         directory: for the checkpoints, created if necessary, or a URL such as ``"s3://bucket/run"``; None to save
-            nothing, for scripts that leave the choice to their user.
+            nothing, for scripts that leave the choice to their user. A ``~`` is not expanded, as in ``torch.save``.
         model: the model.
         optimizer: its optimizer, whose sampler has the schedule.
         schedulers: those that are not attached, or other objects with ``state_dict`` and ``load_state_dict``, the same

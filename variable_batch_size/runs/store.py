@@ -209,6 +209,8 @@ class CheckpointStore:
         check_one_of(get_args(Format), format=format)
         if not isinstance(directory, str | os.PathLike):
             raise ValueError(f"`directory` must be a path, a URL, or None to save nothing, got {directory!r}")
+        if not os.fspath(directory):  # often an environment variable that is not set
+            raise ValueError('`directory` must not be empty: pass None to save nothing, or "." for the current folder')
         self._remote = RemoteDirectory(str(directory)) if is_url(directory) else None
         # the local directory of the files, which may be uploaded, and the directory as the user has passed it
         self.folder = local_path(directory) if self._remote is None else self._remote.folder
