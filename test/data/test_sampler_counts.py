@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from small_runs import sgd, train, weights_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,8 +30,7 @@ def make_sampler(**options):
 def make_optimizer(sampler, model=None):
     torch.manual_seed(0)
     model = nn.Linear(3, 1, dtype=torch.float64) if model is None else model
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=SIZE)
+    return model, vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=SIZE)
 
 
 def loader_of(sampler, num_workers=0, **options):
@@ -38,33 +38,29 @@ def loader_of(sampler, num_workers=0, **options):
     return DataLoader(DATA, batch_sampler=sampler, num_workers=num_workers, **options)
 
 
-def backward(model, minibatch):
+def loss_of(model, minibatch):
     data, target = minibatch
-    (model(data) - target).square().mean().backward()
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return (model(data) - target).square().mean()
 
 
 def expected_weights(num_epochs=1):
     """With plain PyTorch: two minibatches a step, and twice the learning rate."""
     torch.manual_seed(0)
     model, sampler = nn.Linear(3, 1, dtype=torch.float64), make_sampler()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = sgd(model, lr=0.2)
     for epoch in range(num_epochs):
         sampler.set_epoch(epoch)
         minibatches = list(sampler)
         for one, other in zip(minibatches[::2], minibatches[1::2], strict=True):
             optimizer.zero_grad()
-            backward(model, DATA[one + other])
+            loss_of(model, DATA[one + other]).backward()
             optimizer.step()
-    return weights(model)
+    return weights_of(model)
 
 
 def assert_expected(model, optimizer, num_epochs=1):
     assert optimizer.samples_done == num_epochs * len(DATA)
-    assert torch.allclose(weights(model), expected_weights(num_epochs), rtol=0, atol=1e-15)
+    assert torch.allclose(weights_of(model), expected_weights(num_epochs), rtol=0, atol=1e-15)
 
 
 LEFT_OUT = r"^step\(\) of LinearRuleOptimizer was not called for at least {} of the 12 minibatches of epoch {}: call it"
@@ -77,13 +73,13 @@ LEFT_OUT = r"^step\(\) of LinearRuleOptimizer was not called for at least {} of 
 def test_loader_without_the_sampler_raises_at_the_first_step(num_workers):
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
-    before = weights(model)
+    before = weights_of(model)
     sampler.set_epoch(0)
     minibatch = next(iter(DataLoader(DATA, batch_size=2 * SIZE, num_workers=num_workers)))
-    backward(model, minibatch)
+    loss_of(model, minibatch).backward()
     with pytest.raises(RuntimeError, match=r"no loader reads this CustomSampler: .*DataLoader\(dataset, batch_sampler"):
         optimizer.step()
-    assert torch.equal(weights(model), before) and optimizer.epoch_step == 0 and not optimizer.is_accumulating
+    assert torch.equal(weights_of(model), before) and optimizer.epoch_step == 0 and not optimizer.is_accumulating
 
 
 def test_loader_without_the_stream_raises_at_the_first_step():
@@ -97,9 +93,7 @@ def test_a_pass_that_is_not_read_raises_though_an_earlier_one_was():
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
     for _ in optimizer.epochs(1):
-        for minibatch in loader_of(sampler):
-            backward(model, minibatch)
-            optimizer.step()
+        train(model, optimizer, loader_of(sampler), loss_of)
     sampler.set_epoch(1)
     with pytest.raises(RuntimeError, match="no loader reads this CustomSampler"):
         optimizer.step()
@@ -114,9 +108,7 @@ def test_sampler_passed_as_sampler_instead_of_batch_sampler_raises(options):
 def test_sampler_of_a_loader_that_does_not_batch_is_accepted():
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
-    for minibatch in DataLoader(DATA, sampler=sampler, batch_size=None):
-        backward(model, minibatch)
-        optimizer.step()
+    train(model, optimizer, DataLoader(DATA, sampler=sampler, batch_size=None), loss_of)
     assert_expected(model, optimizer)
 
 
@@ -126,7 +118,7 @@ def pass_with_steps(is_stepped, num_workers=0, **options):
     model, optimizer = make_optimizer(sampler)
     sampler.set_epoch(0)
     for number, minibatch in enumerate(loader_of(sampler, num_workers)):
-        backward(model, minibatch)
+        loss_of(model, minibatch).backward()
         if is_stepped(number):
             optimizer.step()
     return sampler, optimizer
@@ -162,7 +154,7 @@ def test_minibatches_that_are_left_out_at_the_start_raise_where_the_last_epoch_e
         for _ in optimizer.epochs(1) if kind == "epochs" else checkpoint.epochs(1):
             for number, minibatch in enumerate(loader_of(sampler, num_workers)):
                 if number >= 2:
-                    backward(model, minibatch)
+                    loss_of(model, minibatch).backward()
                     optimizer.step()
 
 
@@ -175,7 +167,7 @@ def test_second_optimizer_that_steps_every_third_minibatch_raises(which, num_wor
     sampler.set_epoch(0)
     with pytest.raises(RuntimeError, match=f"{LEFT_OUT.format('[2-8]', 0)}.* its own sampler$"):
         for number, minibatch in enumerate(loader_of(sampler, num_workers)):
-            backward(critic, minibatch)
+            loss_of(critic, minibatch).backward()
             of_critic.step()
             if number % 3 == which:
                 of_generator.step()
@@ -189,7 +181,7 @@ def test_step_twice_for_a_minibatch_raises(num_workers):
         RuntimeError, match=r"^step\(\) was called for minibatch \d+ of epoch 0, but this pass has read only \d+"
     ):
         for minibatch in loader_of(sampler, num_workers):
-            backward(model, minibatch)
+            loss_of(model, minibatch).backward()
             optimizer.step()
             optimizer.step()
     # raised in minibatch 5 if workers are 4 ahead, and in minibatch 1 without workers
@@ -201,17 +193,17 @@ def test_step_of_the_inner_optimizer_raises_in_a_pass(kind):
     sampler = make_sampler()
     model = nn.Linear(3, 1, dtype=torch.float64)
     inner = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-    inner = inner if kind == "one of several" else torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = inner if kind == "one of several" else sgd(model)
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=SIZE)
     direct = inner[1] if kind == "one of several" else inner
     scaler = torch.amp.GradScaler("cpu")
-    before = weights(model)
+    before = weights_of(model)
     with pytest.raises(RuntimeError, match=r"^step\(\) of SGD was called .* step\(\) of the LinearRuleOptimizer that"):
         for data, target in loader_of(sampler):
             loss = (model(data) - target).square().mean()
             (scaler.scale(loss) if kind == "scaler" else loss).backward()
             scaler.step(direct) if kind == "scaler" else direct.step()
-    assert torch.equal(weights(model), before) and optimizer.steps_done == 0
+    assert torch.equal(weights_of(model), before) and optimizer.steps_done == 0
 
 
 def test_inner_optimizer_may_be_used_outside_of_a_pass_and_by_two_wrappers():
@@ -219,12 +211,8 @@ def test_inner_optimizer_may_be_used_outside_of_a_pass_and_by_two_wrappers():
     model, optimizer = make_optimizer(sampler)
     second = vbs.LinearRuleOptimizer(optimizer.inner, second_sampler, ref_batchsize=SIZE)
     optimizer.inner.step()  # before the first minibatch
-    for indices, _ in zip(sampler, range(4), strict=False):
-        backward(model, DATA[indices])
-        optimizer.step()
-    for indices in second_sampler:
-        backward(model, DATA[indices])
-        second.step()
+    train(model, optimizer, (DATA[indices] for indices, _ in zip(sampler, range(4), strict=False)), loss_of)
+    train(model, second, (DATA[indices] for indices in second_sampler), loss_of)
     assert (optimizer.steps_done, second.steps_done) == (2, 6)
     del optimizer
     gc.collect()  # it was in the middle of a pass
@@ -239,7 +227,7 @@ def test_new_optimizer_within_a_pass_raises(num_workers):
         for number, minibatch in enumerate(loader_of(sampler, num_workers)):
             if number == 4:
                 model, optimizer = make_optimizer(sampler, model)
-            backward(model, minibatch)
+            loss_of(model, minibatch).backward()
             optimizer.step()
     assert number == 4
 
@@ -248,15 +236,11 @@ def test_new_optimizer_within_a_pass_is_allowed_after_set_epoch():
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
     sampler.set_epoch(0)
-    for indices in itertools.islice(sampler, 4):
-        backward(model, DATA[indices])
-        optimizer.step()
+    train(model, optimizer, (DATA[indices] for indices in itertools.islice(sampler, 4)), loss_of)
     model, second = make_optimizer(sampler, model)
     second.set_epoch(0, 2)
-    for indices in sampler:
-        backward(model, DATA[indices])
-        second.step()
-    assert torch.allclose(weights(model), expected_weights(), rtol=0, atol=1e-15)
+    train(model, second, (DATA[indices] for indices in sampler), loss_of)
+    assert torch.allclose(weights_of(model), expected_weights(), rtol=0, atol=1e-15)
 
 
 def test_new_optimizer_that_is_set_to_the_same_epoch_begins_another_pass():
@@ -267,9 +251,7 @@ def test_new_optimizer_that_is_set_to_the_same_epoch_begins_another_pass():
         optimizer.step()
     model, second = make_optimizer(sampler)
     second.set_epoch(0)
-    for indices in sampler:
-        backward(model, DATA[indices])
-        second.step()
+    train(model, second, (DATA[indices] for indices in sampler), loss_of)
     assert_expected(model, second)
 
 
@@ -283,9 +265,7 @@ def test_passes_one_after_another(options):
     loader = loader_of(sampler, **options)
     for epoch in range(3):
         sampler.set_epoch(epoch)
-        for minibatch in loader:
-            backward(model, minibatch)
-            optimizer.step()
+        train(model, optimizer, loader, loss_of)
     assert_expected(model, optimizer, 3)
 
 
@@ -328,9 +308,7 @@ def test_loops_may_read_ahead(read, num_workers):
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
     for _ in optimizer.epochs(2):
-        for minibatch in read(loader_of(sampler, num_workers)):
-            backward(model, minibatch)
-            optimizer.step()
+        train(model, optimizer, read(loader_of(sampler, num_workers)), loss_of)
     assert_expected(model, optimizer, 2)
 
 
@@ -369,9 +347,7 @@ def test_pass_that_is_only_read_is_allowed():
     model, optimizer = make_optimizer(sampler)
     assert len(list(loader_of(sampler))) == MINIBATCHES
     for _ in optimizer.epochs(1):
-        for minibatch in loader_of(sampler):
-            backward(model, minibatch)
-            optimizer.step()
+        train(model, optimizer, loader_of(sampler), loss_of)
     assert_expected(model, optimizer)
 
 
@@ -380,9 +356,7 @@ def test_optimizer_may_be_made_after_the_first_minibatch_was_read():
     minibatches = iter(loader_of(sampler))
     first = next(minibatches)
     model, optimizer = make_optimizer(sampler)
-    for minibatch in itertools.chain([first], minibatches):
-        backward(model, minibatch)
-        optimizer.step()
+    train(model, optimizer, itertools.chain([first], minibatches), loss_of)
     assert_expected(model, optimizer)
 
 
@@ -397,9 +371,7 @@ def test_stream_counts_what_is_read(num_workers):
     stream = vbs.Stream(list(DATA), trace=2 * SIZE, minibatch_size=SIZE, dataset_size=len(DATA))
     model, optimizer = make_optimizer(stream)
     for _ in optimizer.epochs(2):
-        for minibatch in DataLoader(stream, batch_size=None, num_workers=num_workers):
-            backward(model, minibatch)
-            optimizer.step()
+        train(model, optimizer, DataLoader(stream, batch_size=None, num_workers=num_workers), loss_of)
     assert optimizer.samples_done == 2 * len(DATA)
 
 
@@ -418,9 +390,7 @@ def test_sampler_need_not_be_read_where_the_loop_says_so():
     sampler.must_be_read = False
     model, optimizer = make_optimizer(sampler)
     for _ in optimizer.epochs(1):
-        for indices in list(make_sampler()):
-            backward(model, DATA[indices])
-            optimizer.step()
+        train(model, optimizer, (DATA[indices] for indices in list(make_sampler())), loss_of)
     assert_expected(model, optimizer)
     with pytest.raises(RuntimeError, match="epoch 0 has 6 steps and all are done"):
         optimizer.step()

@@ -8,8 +8,9 @@ import keras
 import numpy as np
 import pytest
 import torch
+from small_runs import classified
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 from variable_batch_size.integrations.keras import VariableBatchModel
@@ -32,8 +33,7 @@ def model_of(kind):
 
 
 def data_of():
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(64, 6, generator=generator), torch.randint(0, 3, (64,), generator=generator))
+    return classified(64, 6, num_classes=3, dtype=torch.float32)
 
 
 def loss_of():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_models import Transformer, go, largest_difference
+from small_runs import sgd, weights_of
 from torch import nn
 
 import variable_batch_size as vbs
@@ -23,8 +24,7 @@ def run(directory, *, until=None, **options):
     x, y = torch.randn(40, 6), torch.randn(40, 1)
     model = nn.Linear(6, 1)
     loader = vbs.DataLoader(torch.utils.data.TensorDataset(x, y), trace=SIZES, minibatch_size=4)
-    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=16, model=model)
+    optimizer = vbs.Optimizer(sgd(model, lr=0.01, momentum=0.9), loader, rule="linear", ref_batchsize=16, model=model)
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1, **options)
     first = optimizer.steps_done
     for _ in checkpoint.epochs():
@@ -35,10 +35,6 @@ def run(directory, *, until=None, **options):
                 if optimizer.steps_done == until:
                     return first, weights_of(model)
     return first, weights_of(model)
-
-
-def weights_of(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def flip(path, *, at=None):
@@ -125,8 +121,7 @@ def test_damaged_files_are_kept_under_another_name_and_do_not_count_toward_keep(
     torch.manual_seed(0)
     model = nn.Linear(6, 1)
     loader = vbs.DataLoader(torch.ones(40, 6), trace=SIZES, minibatch_size=4)
-    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=16, model=model)
+    optimizer = vbs.Optimizer(sgd(model, lr=0.01, momentum=0.9), loader, rule="linear", ref_batchsize=16, model=model)
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, keep=1)
     assert names_in(directory) == [
         f"step-{steps:09d}.pt" for steps in (2, 3, 4)

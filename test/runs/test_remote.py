@@ -15,6 +15,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from small_runs import sgd
 
 import variable_batch_size as vbs
 from variable_batch_size.runs.remote import RemoteDirectory
@@ -150,12 +151,16 @@ class Faltering(MemoryFileSystem):
         super().put_file(*args, **kwargs)
 
 
-def test_checkpoint_that_failed_to_upload_does_not_count_toward_keep():
-    fsspec.register_implementation("faltering", Faltering, clobber=True)
+def run_in(url, keep):
     model = torch.nn.Linear(2, 1)
     sampler = vbs.CustomSampler(dataset_size=8, trace=2, minibatch_size=2)
-    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, model=model)
-    checkpoint = vbs.Checkpoint("faltering://run", model=model, optimizer=optimizer, keep=2)
+    optimizer = vbs.ConstantOptimizer(sgd(model), sampler, model=model)
+    return model, optimizer, vbs.Checkpoint(url, model=model, optimizer=optimizer, keep=keep)
+
+
+def test_checkpoint_that_failed_to_upload_does_not_count_toward_keep():
+    fsspec.register_implementation("faltering", Faltering, clobber=True)
+    model, optimizer, checkpoint = run_in("faltering://run", keep=2)
     for step in range(4):
         model(torch.ones(2, 2)).sum().backward()
         optimizer.step()
@@ -169,10 +174,7 @@ def test_checkpoint_that_failed_to_upload_does_not_count_toward_keep():
 def test_a_run_that_resumes_does_not_touch_the_checkpoints_before_its_own(tmp_path):
     sizes = []
     for _ in range(2):
-        model = torch.nn.Linear(2, 1)
-        sampler = vbs.CustomSampler(dataset_size=8, trace=2, minibatch_size=2)
-        optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, model=model)
-        checkpoint = vbs.Checkpoint("memory://untouched", model=model, optimizer=optimizer, keep=9)
+        model, optimizer, checkpoint = run_in("memory://untouched", keep=9)
         (checkpoint._store.folder / "unfinished.tmp").touch()
         for _ in range(2):
             model(torch.ones(2, 2)).sum().backward()
@@ -230,16 +232,8 @@ def test_a_damaged_checkpoint_is_named_by_its_address(bucket):
         bucket_run.train(f"{bucket}/broken")
 
 
-def damaged_run():
-    model = torch.nn.Linear(2, 1)
-    sampler = vbs.CustomSampler(dataset_size=8, trace=2, minibatch_size=2)
-    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, model=model)
-    checkpoint = vbs.Checkpoint("memory://damaged", model=model, optimizer=optimizer, keep=1)
-    return model, optimizer, checkpoint
-
-
 def test_a_damaged_object_is_renamed_and_the_run_resumes_from_the_one_before(caplog):
-    model, optimizer, checkpoint = damaged_run()
+    model, optimizer, checkpoint = run_in("memory://damaged", keep=1)
     store, name = MemoryFileSystem(), "/damaged/step-000000002.pt"
     for _ in range(2):
         model(torch.ones(2, 2)).sum().backward()
@@ -250,7 +244,7 @@ def test_a_damaged_object_is_renamed_and_the_run_resumes_from_the_one_before(cap
     content = bytearray(store.cat_file(name))
     content[len(content) // 2] ^= 1
     store.pipe_file(name, bytes(content))
-    model, optimizer, checkpoint = damaged_run()
+    model, optimizer, checkpoint = run_in("memory://damaged", keep=1)
     assert optimizer.steps_done == 1
     assert re.fullmatch(
         "memory:/" + name + " is damaged.*; resuming from step-000000001.pt instead", caplog.messages[0]
@@ -261,7 +255,7 @@ def test_a_damaged_object_is_renamed_and_the_run_resumes_from_the_one_before(cap
     names = RemoteDirectory("memory://damaged").names()
     assert names == ["damaged-step-000000002.pt", "executed.csv", "run.json", "step-000000002.pt"]
     assert store.cat_file("/damaged/damaged-step-000000002.pt") == bytes(content)
-    assert damaged_run()[1].steps_done == 2
+    assert run_in("memory://damaged", keep=1)[1].steps_done == 2
 
 
 def test_a_trace_is_read_from_a_bucket(bucket):

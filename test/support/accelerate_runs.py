@@ -4,8 +4,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from small_runs import classified, sgd
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 from variable_batch_size.integrations.accelerate import prepare, shard
@@ -18,8 +19,7 @@ RULES = {"linear": vbs.LinearRuleOptimizer, "adascale": vbs.AdaScaleOptimizer}
 
 
 def dataset():
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(64, 6, generator=generator), torch.randint(0, 3, (64,), generator=generator))
+    return classified(64, 6, num_classes=3, dtype=torch.float32)
 
 
 class Session:
@@ -31,7 +31,7 @@ class Session:
         data = dataset()
         self.sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=MINIBATCH)
         self.loader = DataLoader(data, batch_sampler=self.sampler)
-        inner = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        inner = sgd(self.model, momentum=0.9)
         if sharded_by is not None:
             self.model, inner = shard(sharded_by, self.model, inner)
         self.optimizer = RULES[rule](

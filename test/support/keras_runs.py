@@ -4,8 +4,9 @@ import runpy
 
 import torch
 from documents import ROOT
+from small_runs import classified
 from stateful_runs import Warnings
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import variable_batch_size as vbs
 from variable_batch_size.integrations.keras import VariableBatchModel  # before keras: chooses the torch backend
@@ -28,10 +29,8 @@ class Session:
         # the first draws from torch's generator, the second from one of its own
         hidden = keras.layers.GaussianNoise(0.1)(keras.layers.Dropout(0.25)(self.statistics(hidden)))
         self.model = VariableBatchModel(inputs, keras.layers.Dense(3)(hidden))
-        generator = torch.Generator().manual_seed(1)
-        tensors = torch.randn(64, 6, generator=generator), torch.randint(0, 3, (64,), generator=generator)
-        data = TensorDataset(*tensors)
-        self.validation = DataLoader(TensorDataset(*(tensor[:20] for tensor in tensors)), batch_size=8)
+        data = classified(64, 6, num_classes=3, dtype=torch.float32)
+        self.validation = DataLoader(Subset(data, range(20)), batch_size=8)
         self.loader = vbs.DataLoader(data, trace=TRACE, minibatch_size=4, **options)
         inner = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         more = {"rule": rule, "ref_batchsize": 16, "model": self.model, "seed_minibatches": True}

@@ -8,6 +8,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
+from small_runs import sgd
 from torch import nn
 
 import variable_batch_size as vbs
@@ -52,9 +53,8 @@ def optimizer_of(net, trace=None, *, timeout=120, **options):
     sampler = vbs.CustomSampler(
         dataset_size=64, trace=trace or vbs.OpenSteps(timeout), minibatch_size=MINIBATCH_SIZE, shuffle=False
     )
-    inner = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
     options = {"rule": "linear", "ref_batchsize": REF_BATCHSIZE, "model": net, **options}
-    return vbs.Optimizer(inner, sampler, **options)
+    return vbs.Optimizer(sgd(net, lr=LR, momentum=0.9), sampler, **options)
 
 
 def rank_and_cores():
@@ -67,7 +67,7 @@ def plainly(steps, *, is_weighted, dtype=torch.float64, rule="linear"):
     A step is the mean over all samples, or over its minibatches, each with its own BatchNorm statistics.
     """
     net, average = net_of(dtype), torch.zeros(3, dtype=torch.float64)
-    inner = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+    inner = sgd(net, lr=LR, momentum=0.9)
     buffers = [copy.deepcopy([*net.buffers()]) for _ in steps[0]]
     for step in steps:
         gradients, weights, before = [], [], copy.deepcopy(buffers)
@@ -210,8 +210,9 @@ def train(folder=None, *, stop=None, trace=None, exact=True, epochs=2):
     """Two epochs whose steps have COUNTS minibatches, which the cores read in shares that differ."""
     (rank, cores), net, seen = rank_and_cores(), net_of(), []
     loader = vbs.DataLoader(read_data(), vbs.OpenSteps() if trace is None else trace, minibatch_size=4)
-    inner = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
-    optimizer = vbs.Optimizer(inner, loader, rule="adascale", ref_batchsize=8, model=net, exact=exact)
+    optimizer = vbs.Optimizer(
+        sgd(net, lr=LR, momentum=0.9), loader, rule="adascale", ref_batchsize=8, model=net, exact=exact
+    )
     records = []
     optimizer.attach(vbs.Log(optimizer, every=1, to=[records.append]))
     if folder is not None:
@@ -240,8 +241,7 @@ def hang(how, hold):
     net, rank = net_of(), dist.get_rank()
     lockstep = how.startswith("lockstep")
     sampler = vbs.CustomSampler(dataset_size=64, trace=vbs.OpenSteps(1.0), minibatch_size=4, lockstep=lockstep)
-    inner = torch.optim.SGD(net.parameters(), lr=LR)
-    optimizer = vbs.Optimizer(inner, sampler, rule="linear", ref_batchsize=8, exact=how == "exact")
+    optimizer = vbs.Optimizer(sgd(net, lr=LR), sampler, rule="linear", ref_batchsize=8, exact=how == "exact")
     try:
         if rank == 1 and how == "lockstep, late":
             hold.here()
@@ -307,8 +307,7 @@ def read_to_the_end(num_samples, most_reads):
     model = nn.Linear(1, 1)
     samples = torch.arange(float(num_samples))[:, None]
     loader = vbs.DataLoader(samples, vbs.OpenSteps(timeout=60), minibatch_size=1)
-    inner = torch.optim.SGD(model.parameters(), lr=1e-4)
-    optimizer = vbs.Optimizer(inner, loader, rule="constant", ref_batchsize=1, model=model)
+    optimizer = vbs.Optimizer(sgd(model, lr=0.0001), loader, rule="constant", ref_batchsize=1, model=model)
     seen, rng = [], random.Random(loader.sampler.rank)
     for epoch in optimizer.epochs(2):
         iterator = iter(loader)
@@ -329,8 +328,7 @@ def read_late():
     """Core 1 reads its first minibatch after the first step: the samples that each core has read."""
     model, rank, seen = nn.Linear(1, 1), dist.get_rank(), []
     loader = vbs.DataLoader(torch.arange(12.0)[:, None], vbs.OpenSteps(timeout=60), minibatch_size=1)
-    inner = torch.optim.SGD(model.parameters(), lr=1e-4)
-    optimizer = vbs.Optimizer(inner, loader, rule="constant", ref_batchsize=1, model=model)
+    optimizer = vbs.Optimizer(sgd(model, lr=0.0001), loader, rule="constant", ref_batchsize=1, model=model)
     for _ in optimizer.epochs(1):
         iterator, num_reads = iter(loader), 3 if rank == 0 else 0
         while (own := list(islice(iterator, num_reads))) or not num_reads:

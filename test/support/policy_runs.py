@@ -3,8 +3,9 @@
 import scenarios
 import torch
 import torch.distributed as dist
+from small_runs import classified
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 
@@ -23,12 +24,6 @@ POLICIES = {
 
 def _sawtooth(situation):
     return MINIBATCH * (1 + situation.steps_done % 7)
-
-
-def dataset():
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator, dtype=torch.float64)
-    return TensorDataset(inputs, torch.randint(0, 3, (NUM_SAMPLES,), generator=generator))
 
 
 def network():
@@ -55,7 +50,7 @@ def _slow_down_updates(model, optimizer):
 def train(trace, *, backend="gloo", directory=None, workers=0, stop_after=None, num_epochs=NUM_EPOCHS, exact=False):
     """Train to the end, stop, or resume; returns the weights and the batch sizes of all steps."""
     device = scenarios.device_of(backend)
-    model, data = network().to(device), dataset()
+    model, data = network().to(device), classified(NUM_SAMPLES, 6, num_classes=3)
     sampler = vbs.CustomSampler(data, trace=trace, minibatch_size=MINIBATCH)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=REF_BATCHSIZE, model=model, exact=exact)

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from small_runs import classified
 from torch import nn
 
 import variable_batch_size as vbs
@@ -47,11 +48,8 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.norm(self.conv(x))).flatten(1)) * self.temperature
 
 
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(NUM_SAMPLES, 1, 6, 6, generator=generator), torch.randint(
-        0, 10, (NUM_SAMPLES,), generator=generator
-    )
+def data() -> tuple[torch.Tensor, ...]:
+    return classified(NUM_SAMPLES, 1, 6, 6, num_classes=10, dtype=torch.float32).tensors
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -6,8 +6,8 @@ import time
 import scenarios
 import token_programs
 import torch
+from small_runs import classified, sgd
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
 
@@ -26,19 +26,14 @@ def models():
     return made | {f"tokens {seed}": token_programs.model_of(torch.float32) for seed in TOKEN_SEEDS}
 
 
-def dataset():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(NUM_SAMPLES, 6, generator=generator)
-    return TensorDataset(x, torch.randint(0, 3, (NUM_SAMPLES,), generator=generator))
-
-
 def train(model, backend, trace, *, num_epochs, edits=None, seconds=0.0, assign="round robin", **options):
     """Each core but the first sleeps for some seconds in every minibatch. Returns what is compared."""
     device = scenarios.device_of(backend)
     model = model.to(device)
     of_loader = {name: options.pop(name) for name in ("max_minibatch_size", "on_end") if name in options}
-    loader = vbs.DataLoader(dataset(), trace, minibatch_size=MINIBATCH, assign=assign, **of_loader)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    data = classified(NUM_SAMPLES, 6, num_classes=3, dtype=torch.float32)
+    loader = vbs.DataLoader(data, trace, minibatch_size=MINIBATCH, assign=assign, **of_loader)
+    inner = sgd(model, momentum=0.5)
     optimizer = vbs.Optimizer(inner, loader, ref_batchsize=2 * MINIBATCH, model=model, **options)
     records, graphs, sizes, shares = [], [], [], []
     optimizer.attach(vbs.Log(optimizer, every=1, to=[records.append]))
