@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from noted_programs import Programs
+from small_runs import sgd
 from torch import nn
 from torch.nn.functional import batch_norm, linear
 
@@ -49,8 +50,7 @@ def make(trace, **options):
     torch.manual_seed(0)
     model = Statistics()
     sampler = vbs.CustomSampler(dataset_size=64, trace=trace, minibatch_size=4)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, model=model, **options)
+    return model, vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=4, model=model, **options)
 
 
 def train(model, optimizer, *, poison=1.0):
@@ -123,8 +123,7 @@ class Around(nn.Module):
 def test_buffers_of_unused_modules_are_restored_to_the_values_set_by_the_user():
     model = Around()
     sampler = vbs.CustomSampler(dataset_size=64, trace=[4, 4], minibatch_size=4)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, model=model, skip_nonfinite=True)
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=4, model=model, skip_nonfinite=True)
     train(model, optimizer)
     with torch.no_grad():
         model.part.mean.fill_(5.0)
@@ -447,8 +446,7 @@ def test_fully_compiled_model_trains(is_compiled):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     sampler = vbs.CustomSampler(dataset_size=64, trace=[4] * 4, minibatch_size=4)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=4, model=model)
+    optimizer = vbs.AdaScaleOptimizer(sgd(model), sampler, ref_batchsize=4, model=model)
     run = torch.compile(model, fullgraph=True, backend="eager") if is_compiled else model
     for poison in (1.0, float("nan"), 1.0):
         before = model[1].running_mean.clone()

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from small_runs import sgd, train
 from torch import nn
 
 import variable_batch_size as vbs
@@ -22,24 +23,19 @@ KINDS = [
 def make(trace=(64, 96), *, inner=None, kind=vbs.LinearRuleOptimizer, dataset_size=1000, model=None, **options):
     torch.manual_seed(0)
     model = model or nn.Linear(4, 3)
-    inner = inner(model.parameters()) if inner else torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = inner(model.parameters()) if inner else sgd(model)
     sampler = vbs.CustomSampler(dataset_size=dataset_size, trace=trace, minibatch_size=32)
     return model, sampler, kind(inner, sampler, ref_batchsize=128, **options)
 
 
-def backward(model, indices):
+def loss_of(model, indices):
     generator = torch.Generator().manual_seed(indices[0])
     x = torch.randn(len(indices), 4, generator=generator)
-    model(x).square().mean().backward()
+    return model(x).square().mean()
 
 
 def run_epoch(model, sampler, optimizer):
-    updates = []
-    for indices in sampler:
-        backward(model, indices)
-        optimizer.step()
-        updates.append(optimizer.updated)
-    return updates
+    train(model, optimizer, sampler, loss_of)
 
 
 # ------------------------------------------------------------------------------------------------------- steps
@@ -50,7 +46,7 @@ def test_step_is_true_exactly_when_the_weights_changed():
     before = model.weight.detach().clone()
     updates = []
     for indices in sampler:
-        backward(model, indices)
+        loss_of(model, indices).backward()
         optimizer.step()
         updates.append(optimizer.updated)
         assert torch.equal(model.weight, before) != updates[-1]
@@ -62,7 +58,7 @@ def test_update_equals_that_of_one_large_batch():
     model, sampler, optimizer = make([64, 96], inner=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     torch.manual_seed(0)
     plain = nn.Linear(4, 3)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    plain_optimizer = sgd(plain, momentum=0.9)
     batches = list(vbs.CustomSampler(dataset_size=1000, trace=[64, 96], minibatch_size=32))
     for batch, lr in ((batches[:2], 0.1 * 64 / 128), (batches[2:], 0.1 * 96 / 128)):
         plain_optimizer.zero_grad()
@@ -79,7 +75,7 @@ def test_attributes_refer_to_the_step_of_the_latest_minibatch():
     assert (optimizer.batch_size, optimizer.steps_done, optimizer.samples_done) == (64, 0, 0)
     seen = []
     for indices in sampler:
-        backward(model, indices)
+        loss_of(model, indices).backward()
         optimizer.step()
         seen.append((optimizer.batch_size, optimizer.current_lr(), optimizer.steps_done, optimizer.samples_done))
         assert not optimizer.is_idle
@@ -208,7 +204,7 @@ def test_scheduler_works_on_the_optimizer_and_on_the_inner_optimizer(on_inner):
     model, sampler, optimizer = make([64, 64, 64, 64], inner=lambda p: Counting(p, lr=0.1))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.inner if on_inner else optimizer, step_size=2, gamma=0.1)
     for indices in sampler:
-        backward(model, indices)
+        loss_of(model, indices).backward()
         if optimizer.step():
             scheduler.step()
     assert optimizer.param_groups[0]["seen"] == pytest.approx([0.05, 0.05, 0.005, 0.005])
@@ -244,7 +240,7 @@ def test_zero_grad_on_the_optimizer_or_the_model_is_harmless():
         model, sampler, optimizer = make([96, 64], inner=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
         for indices in sampler:
             zero_grad(model, optimizer)
-            backward(model, indices)
+            loss_of(model, indices).backward()
             optimizer.step()
         weights.append(model.weight.detach())
     assert torch.equal(weights[0], weights[1])
@@ -254,7 +250,7 @@ def test_zero_grad_on_the_optimizer_or_the_model_is_harmless():
 def test_earlier_gradients_are_not_counted():
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    backward(model, [5])
+    loss_of(model, [5]).backward()
     _, sampler, optimizer = make([32], model=model)
     run_epoch(model, sampler, optimizer)
     fresh, sampler, optimizer = make([32])
@@ -276,7 +272,7 @@ def test_a_parameter_group_can_be_added(to_inner):
             model.zero_grad()
             adding = optimizer.inner if to_inner else optimizer
             adding.add_param_group({"params": list(model[1].parameters()), "lr": 0.01})
-        backward(model, indices)
+        loss_of(model, indices).backward()
         optimizer.step()
     assert not torch.equal(model[1].weight, first[2])
     assert optimizer.param_groups[1]["seen"] == [0.005]
@@ -345,7 +341,7 @@ def test_parameter_may_be_unused_in_some_steps(change):
     for i, indices in enumerate(sampler):
         if i == 4:
             change(model)
-        backward(model, indices)
+        loss_of(model, indices).backward()
         optimizer.step()
     plain = plain_branches(change)
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -415,7 +411,7 @@ def test_set_epoch_on_either_moves_both_once(way):
 def test_set_epoch_on_either_restarts_the_epoch(way):
     model, sampler, optimizer = make([64, 96])
     both = {"sampler": sampler, "optimizer": optimizer}
-    backward(model, next(iter(sampler)))
+    loss_of(model, next(iter(sampler))).backward()
     optimizer.step()
     for name in way:
         both[name].set_epoch(0)
@@ -430,9 +426,7 @@ def test_optimizer_joins_the_pass_of_a_loader_that_has_prefetched():
     minibatches = iter(sampler)
     first = next(minibatches)
     optimizer.set_epoch(0)
-    for indices in (first, *minibatches):
-        backward(model, indices)
-        optimizer.step()
+    train(model, optimizer, (first, *minibatches), loss_of)
     assert (optimizer.steps_done, sampler.num_passes) == (2, 1)
     optimizer.set_epoch(0)
     next(iter(sampler))  # read only
@@ -445,20 +439,20 @@ def test_an_optimizer_starts_where_its_sampler_is():
     sampler = make([512, 512])[1]
     sampler.set_epoch(1)
     model = nn.Linear(3, 2)
-    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=32)
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=32)
     assert (optimizer.epoch, optimizer.batch_size) == (1, 512)
 
 
 def test_two_optimizers_on_one_sampler_take_the_same_steps():
     model, sampler, optimizer = make([64, 96, 512])
     other_model = nn.Linear(4, 3)
-    other = vbs.LinearRuleOptimizer(torch.optim.SGD(other_model.parameters(), lr=0.1), sampler, ref_batchsize=32)
+    other = vbs.LinearRuleOptimizer(sgd(other_model), sampler, ref_batchsize=32)
     for begin in (sampler, optimizer, other):
         begin.set_epoch(0)
         found = []
         for indices in sampler:
-            backward(model, indices)
-            backward(other_model, indices)
+            loss_of(model, indices).backward()
+            loss_of(other_model, indices).backward()
             found.append((optimizer.step(), other.step()))
         assert [one for one, _ in found] == [another for _, another in found]
         assert sum(one for one, _ in found) == 3
@@ -487,7 +481,7 @@ def test_a_copy_follows_its_own_sampler():
 def test_set_epoch_in_the_middle_of_a_pass_ends_it(who):
     model, sampler, optimizer = make([64, 96])
     minibatches = iter(sampler)
-    backward(model, next(minibatches))
+    loss_of(model, next(minibatches)).backward()
     optimizer.step()
     {"sampler": sampler, "optimizer": optimizer}[who].set_epoch(0)
     with pytest.raises(RuntimeError, match=r"^set_epoch\(\) was called in the middle of a pass: begin another one"):
@@ -522,7 +516,7 @@ def test_incomplete_step_is_discarded_with_a_warning(caplog):
             for i, indices in enumerate(sampler):
                 if i == 3:
                     break
-                backward(model, indices)
+                loss_of(model, indices).backward()
                 optimizer.step()
         sampler.set_epoch(1)
         optimizer.set_epoch(1)
@@ -544,21 +538,21 @@ def test_invalid_options_raise(options, message):
     model = nn.Linear(4, 3)
     sampler = vbs.CustomSampler(dataset_size=1000, trace=[64], minibatch_size=32)
     with pytest.raises(ValueError, match=message):
-        vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, **options)
+        vbs.LinearRuleOptimizer(sgd(model), sampler, **options)
 
 
 def test_sampler_for_other_cores_raises():
     model = nn.Linear(4, 3)
     sampler = vbs.CustomSampler(dataset_size=1000, trace=[64], minibatch_size=32, num_replicas=4, rank=1)
     with pytest.raises(ValueError, match="the sampler is for rank 1 of 4, but this is rank 0 of 1"):
-        vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=128)
+        vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=128)
 
 
 @pytest.mark.parametrize("wrong", ["inner", "sampler", "rule"])
 def test_invalid_inner_optimizer_sampler_or_rule_raises(wrong):
     model = nn.Linear(4, 3)
     parts = {
-        "inner": torch.optim.SGD(model.parameters(), lr=0.1),
+        "inner": sgd(model),
         "sampler": vbs.CustomSampler(dataset_size=1000, trace=[64], minibatch_size=32),
         "rule": vbs.rules.LinearRule(),
         wrong: "something else",
@@ -597,7 +591,7 @@ def test_run_stopped_anywhere_resumes_bit_for_bit(stop_after):
                 if num_minibatches == stop_after:
                     return
                 num_minibatches += 1
-                backward(model, indices)
+                loss_of(model, indices).backward()
                 optimizer.step()
 
     whole = start()
@@ -658,7 +652,7 @@ def test_parameters_in_two_optimizers_of_a_sampler_raise():
         first.step()
         with pytest.raises(RuntimeError, match=r"^two optimizers of one sampler have the same parameters"):
             second.step()
-    third = vbs.ConstantOptimizer(torch.optim.SGD(trunk.parameters(), lr=0.1), sampler)
+    third = vbs.ConstantOptimizer(sgd(trunk), sampler)
     sampler.set_epoch(0)
     for _ in sampler:  # instead of the first one
         trunk(torch.ones(1, 4)).sum().backward()

@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from small_runs import classified, network, sgd, weights_of
 from torch import nn
 
 import variable_batch_size as vbs
 
 TRACE = [2, 4, 1, 3, 4, 2, 4]  # in minibatches
 MINIBATCH = 4
+DATA = classified(200, 3, num_classes=2)
 POISONED = (1, 2)  # step, and index of the minibatch in it
 RULES = {
     "linear": (vbs.LinearRuleOptimizer, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -24,13 +26,6 @@ RULES = {
 def model_of():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
-
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(200, 3, generator=generator, dtype=torch.float64), torch.randint(
-        0, 2, (200,), generator=generator
-    )
 
 
 def tokens_of(indices):
@@ -45,7 +40,7 @@ def train(rule, *, scaler=None, unscales=False, weighted=False, poison=None, fro
         model[1].eval()  # otherwise statistics are local to each core
     sampler = vbs.CustomSampler(200, [MINIBATCH * n for n in TRACE], minibatch_size=MINIBATCH)
     optimizer = kind(inner(model.parameters(), **settings), sampler, ref_batchsize=4, model=model, **options)
-    x, y = data()
+    x, y = DATA.tensors
     updates, scales = [], []
     sampler.set_epoch(0)
     order = list(
@@ -74,7 +69,7 @@ def train(rule, *, scaler=None, unscales=False, weighted=False, poison=None, fro
         scaler.step(optimizer, weight=weight)
         updates.append(optimizer.updated)
         scaler.update()
-    result = {"weights": [p.detach().clone() for p in model.parameters()], "updates": updates, "scales": scales}
+    result = {"weights": weights_of(model), "updates": updates, "scales": scales}
     result |= {"skipped": optimizer.steps_skipped, "statistics": model[1].running_mean.clone()}
     return result | {
         "noise": (optimizer.noise_scale, optimizer.gain(16)) if rule == "adascale" else None,
@@ -89,8 +84,7 @@ def scaler_of(**options):
 
 def same(one, other):
     assert (one["updates"], one["skipped"], one["steps"]) == (other["updates"], other["skipped"], other["steps"])
-    for a, b in zip(one["weights"], other["weights"], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(one["weights"], other["weights"], rtol=1e-9, atol=1e-11)
     if one["noise"] is not None:
         assert one["noise"] == pytest.approx(other["noise"], rel=1e-9)
 
@@ -140,8 +134,7 @@ def test_all_cores_skip_together_and_equal_one_core(on_cores, num_cores, rule, v
     found = on_cores(num_cores, on_a_core, rule, VARIANTS[variant])
     for result in found:
         assert (result["skipped"], result["steps"]) == (1, len(TRACE))
-        for one, other in zip(result["weights"], alone["weights"], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(result["weights"], alone["weights"], rtol=1e-9, atol=1e-11)
         if rule == "adascale":
             assert result["noise"] == pytest.approx(alone["noise"], rel=1e-9)
     assert len({tuple(result["scales"]) for result in found}) > 1  # only the core with the inf has backed off
@@ -159,12 +152,10 @@ def test_buffers_of_a_skipped_step_are_restored(first):
     """Also of the first step, before which a scaler cannot be detected."""
     model = model_of()
     sampler = vbs.CustomSampler(24, [8, 8, 8], minibatch_size=4)
-    optimizer = vbs.LinearRuleOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=4, model=model
-    )
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=4, model=model)
     scaler = scaler_of()
     model[1].running_mean.fill_(0.5)  # after the optimizer was made
-    x, _ = data()
+    x, _ = DATA.tensors
     before = {}
     for number, _ in enumerate(sampler):
         if number % 2 == 0:
@@ -183,13 +174,11 @@ def test_buffers_of_a_skipped_step_are_restored(first):
 @pytest.mark.parametrize("kind", ["trace", "open steps"])
 def test_buffers_are_restored_although_the_first_minibatches_are_left_out(kind):
     """These do not show whether a scaler is in use."""
-    model, scaler, (x, _) = model_of(), scaler_of(), data()
+    model, scaler, (x, _) = model_of(), scaler_of(), DATA.tensors
     trace = [8, 8] if kind == "trace" else vbs.OpenSteps()
     sampler = vbs.CustomSampler(200, trace, minibatch_size=4)
     sampler.must_be_read = False
-    optimizer = vbs.Optimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), sampler, rule="linear", ref_batchsize=4, model=model
-    )
+    optimizer = vbs.Optimizer(sgd(model), sampler, rule="linear", ref_batchsize=4, model=model)
     for number in range(4):
         last = {} if kind == "trace" else {"last": number % 2 == 1}
         if number == 2:
@@ -208,10 +197,9 @@ def test_buffers_are_restored_although_the_first_minibatches_are_left_out(kind):
 
 def leaving_out(left, poisoned):
     """A run on two cores with one minibatch each in a step; core 0 leaves one out, and core 1 has an inf."""
-    model, scaler, (x, y) = model_of(), scaler_of(growth_interval=1000), data()
+    model, scaler, (x, y) = model_of(), scaler_of(growth_interval=1000), DATA.tensors
     sampler = vbs.CustomSampler(200, [2 * MINIBATCH] * 3, minibatch_size=MINIBATCH)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, model=model)
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=8, model=model)
     updates = []
     for step, indices in enumerate(sampler):
         loss = nn.functional.cross_entropy(model(x[indices]), y[indices])
@@ -222,7 +210,7 @@ def leaving_out(left, poisoned):
             scaler.step(optimizer)
             scaler.update()
         updates.append(optimizer.updated)
-    return updates, optimizer.steps_skipped, [p.detach() for p in model.parameters()]
+    return updates, optimizer.steps_skipped, weights_of(model)
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -230,17 +218,14 @@ def test_a_core_that_leaves_its_minibatch_out_skips_together_with_the_others(on_
     found = on_cores(2, leaving_out, step, step)
     for updates, skipped, weights in found:
         assert (updates, skipped) == ([number != step for number in range(3)], 1)
-        assert all(map(torch.equal, weights, found[0][2]))
-        assert all(w.isfinite().all() for w in weights)
+        assert torch.equal(weights, found[0][2]) and weights.isfinite().all()
 
 
 def test_without_a_scaler_no_hooks_remain_after_the_first_minibatch_on_one_core():
     model = model_of()
     sampler = vbs.CustomSampler(200, [8, 8], minibatch_size=4)
-    optimizer = vbs.LinearRuleOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=4, model=model
-    )
-    model(data()[0][:4]).sum().backward()
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=4, model=model)
+    model(DATA.tensors[0][:4]).sum().backward()
     optimizer.step()
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -248,9 +233,9 @@ def test_without_a_scaler_no_hooks_remain_after_the_first_minibatch_on_one_core(
 def test_inf_found_by_the_scaler_counts_even_if_the_user_removes_it():
     model, scaler = model_of(), scaler_of()
     sampler = vbs.CustomSampler(200, [4], minibatch_size=4)
-    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=4)
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=4)
     before = copy.deepcopy(model.state_dict())
-    scaler.scale(model(data()[0][:4]).sum() * math.inf).backward()
+    scaler.scale(model(DATA.tensors[0][:4]).sum() * math.inf).backward()
     scaler.unscale_(optimizer)
     for p in model.parameters():
         p.grad.nan_to_num_()
@@ -263,11 +248,11 @@ def test_inf_found_by_the_scaler_counts_even_if_the_user_removes_it():
 def test_a_minibatch_without_gradients_counts_as_zero():
     model, scaler = model_of(), scaler_of(growth_interval=1000)
     sampler = vbs.CustomSampler(200, [8], minibatch_size=4)
-    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=8)
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=8)
     before = [p.detach().clone() for p in model.parameters()]
     assert scaler.step(scaler_warm(scaler, optimizer)) is False
     scaler._per_optimizer_states.clear()  # torch's update() raises if nothing was checked
-    scaler.scale(model(data()[0][:4]).sum()).backward()
+    scaler.scale(model(DATA.tensors[0][:4]).sum()).backward()
     gradients = [p.grad / 2.0**10 for p in model.parameters()]
     assert scaler.step(optimizer) is True
     for p, old, gradient in zip(model.parameters(), before, gradients, strict=True):
@@ -312,14 +297,13 @@ def minibatch_with_a_scaler(optimizer, scaler, loss):
 
 def run_of(minibatches, **options):
     """The weights after two steps with these two minibatches."""
-    model, scaler, (x, y) = model_of(), scaler_of(growth_interval=1000), data()
+    model, scaler, (x, y) = model_of(), scaler_of(growth_interval=1000), DATA.tensors
     model[1].eval()
     sampler = vbs.CustomSampler(200, [8, 8], minibatch_size=4)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, model=model, **options)
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=8, model=model, **options)
     for indices, run_minibatch in zip(sampler, [*minibatches] * 2, strict=True):
         run_minibatch(optimizer, scaler, nn.functional.cross_entropy(model(x[indices]), y[indices]))
-    return [p.detach() for p in model.parameters()]
+    return weights_of(model)
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -327,8 +311,8 @@ def test_bucket_views_are_unscaled_if_a_minibatch_is_left_out(left):
     kinds = [minibatch_that_is_left_out, minibatch_with_a_scaler]
     scaled = run_of(kinds if left == 0 else kinds[::-1], gradient_as_bucket_view=True)
     plain = [minibatch_that_is_left_out, minibatch_without_a_scaler]
-    for one, other in zip(scaled, run_of(plain if left == 0 else plain[::-1]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    expected = run_of(plain if left == 0 else plain[::-1])
+    torch.testing.assert_close(scaled, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("first", [minibatch_with_a_scaler, minibatch_without_a_scaler])
@@ -341,9 +325,9 @@ def test_bucket_views_reject_a_step_in_which_only_some_minibatches_are_scaled(fi
 
 
 def test_a_closure_is_refused_whose_gradients_would_stay_scaled():
-    model, other, scaler, (x, _) = model_of(), nn.Linear(3, 1).double(), scaler_of(), data()
+    model, other, scaler, (x, _) = model_of(), nn.Linear(3, 1).double(), scaler_of(), DATA.tensors
     sampler = vbs.CustomSampler(200, [8], minibatch_size=4)
-    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=8)
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=8)
     scaler.scale(other(x[:4]).sum()).backward()
     with pytest.raises(RuntimeError, match=r"^GradScaler.step\(\) must not be called with a closure"):
         scaler.step(optimizer, lambda: scaler.scale(model(x[:4]).sum()).backward())
@@ -360,7 +344,7 @@ def test_sparse_gradients_are_unscaled():
         torch.manual_seed(0)
         table = nn.Embedding(5, 2, sparse=True)
         sampler = vbs.CustomSampler(200, [8, 4], minibatch_size=4)
-        optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), sampler, ref_batchsize=4)
+        optimizer = vbs.LinearRuleOptimizer(sgd(table), sampler, ref_batchsize=4)
         for number in range(3):
             loss = table(torch.tensor([number, number, 4])).square().sum()
             if scaler is None:
@@ -377,14 +361,13 @@ def test_sparse_gradients_are_unscaled():
 def test_fixed_point_sums_of_scaled_gradients_equal_those_of_unscaled_ones():
     scaled = train("linear", scaler=scaler_of(), exact=True, seed_minibatches=False)
     plain = train("linear", exact=True, seed_minibatches=False)
-    assert all(map(torch.equal, scaled["weights"], plain["weights"]))
+    assert torch.equal(scaled["weights"], plain["weights"])
 
 
 def sharded(growth_interval, rule, differs):
     from torch.distributed.fsdp import fully_shard
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    model = network(3, 8, 2)
     fully_shard(model)
     kind, inner, settings = RULES[rule]
     sampler = vbs.CustomSampler(200, [MINIBATCH * n for n in TRACE], minibatch_size=MINIBATCH)
@@ -392,7 +375,7 @@ def sharded(growth_interval, rule, differs):
     scaler = None
     if growth_interval:
         scaler = scaler_of(init_scale=2.0 ** (10 + differs * dist.get_rank()), growth_interval=growth_interval)
-    x, y = data()
+    x, y = DATA.tensors
     for indices in sampler:
         loss = nn.functional.cross_entropy(model(x[indices]), y[indices])
         if scaler is None:
@@ -424,15 +407,13 @@ def with_sharded_scaler(is_sharded, unscales, reduces_once):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    model = network(3, 8, 2)
     if is_sharded:
         fully_shard(model)
     sampler = vbs.CustomSampler(200, [16, 16], minibatch_size=4)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"model": model, "reduce_scatter_once": reduces_once}
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, **options)
-    scaler, (x, y) = ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=1), data()
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=8, **options)
+    scaler, (x, y) = ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=1), DATA.tensors
     try:
         for indices in sampler:
             scaler.scale(nn.functional.cross_entropy(model(x[indices]), y[indices])).backward()
@@ -464,13 +445,11 @@ def leaving_out_sharded(calls_scaler):
     """The error on core 0, which leaves out its minibatch of the second step."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    model = network(3, 8, 2)
     fully_shard(model)
     sampler = vbs.CustomSampler(200, [8, 8], minibatch_size=4)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, model=model)
-    scaler, (x, _) = scaler_of(), data()
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=8, model=model)
+    scaler, (x, _) = scaler_of(), DATA.tensors
     for step, indices in enumerate(sampler):
         loss = model(x[indices]).square().mean()
         if step == 1 and dist.get_rank() == 0:
@@ -501,8 +480,7 @@ def test_the_optimizer_has_no_loss_scale():
     """Of apex and DeepSpeed: set here, it would change nothing."""
     model = torch.nn.Linear(2, 1)
     loader = vbs.DataLoader(torch.ones(8, 2), trace=2, minibatch_size=2)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=2, model=model)
+    optimizer = vbs.Optimizer(sgd(model), loader, rule="linear", ref_batchsize=2, model=model)
     message = (
         "^`loss_scale` of the optimizer must not be set, got 128: gradients are divided by the scale of a "
         r"torch.amp.GradScaler that calls scaler.step\(optimizer\)$"

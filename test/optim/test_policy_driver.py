@@ -5,32 +5,25 @@ import math
 
 import pytest
 import torch
+from small_runs import classified, network, sgd, weights_of
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 
 MINIBATCH = 8
-
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(
-        torch.randn(400, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (400,), generator=generator)
-    )
+DATA = classified(400, 6, num_classes=3)
 
 
 def run_with(trace, *, kind=vbs.AdaScaleOptimizer, minibatch_size=MINIBATCH, **options):
     """A model, its sampler and optimizer."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    sampler = vbs.CustomSampler(data(), trace=trace, minibatch_size=minibatch_size, **options)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, sampler, kind(inner, sampler, ref_batchsize=2 * MINIBATCH, model=model)
+    model = network(6, 8, 3)
+    sampler = vbs.CustomSampler(DATA, trace=trace, minibatch_size=minibatch_size, **options)
+    return model, sampler, kind(sgd(model, momentum=0.9), sampler, ref_batchsize=2 * MINIBATCH, model=model)
 
 
 def train(model, sampler, optimizer, *, epochs, log=None, workers=0):
-    loader = DataLoader(data(), batch_sampler=sampler, num_workers=workers)
+    loader = DataLoader(DATA, batch_sampler=sampler, num_workers=workers)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
@@ -40,15 +33,11 @@ def train(model, sampler, optimizer, *, epochs, log=None, workers=0):
             optimizer.step()
             if log is not None:
                 log.step(loss)
-    return [p.detach().clone() for p in model.parameters()]
+    return weights_of(model)
 
 
 def rows_of(sampler, optimizer):
     return list(sampler.schedule.trace)[: optimizer.steps_done]
-
-
-def are_equal(some, others):
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 POLICIES = {
@@ -81,7 +70,7 @@ def test_decisions_replay_bit_for_bit(name):
     rows = rows_of(sampler, optimizer)
     assert name == "per core" or len(set(rows)) > 1
     replayed = run_with(rows)
-    assert are_equal(train(*replayed, epochs=4), weights)
+    assert torch.equal(train(*replayed, epochs=4), weights)
     assert replayed[2].progress == optimizer.progress
     assert replayed[2].epoch_step == optimizer.epoch_step
 
@@ -89,7 +78,7 @@ def test_decisions_replay_bit_for_bit(name):
 def test_loader_workers_prefetch_decided_rows():
     model, sampler, optimizer = run_with(vbs.Autoscale(max_batch_size=128, every=6, lead=4))
     weights = train(model, sampler, optimizer, epochs=2, workers=2)
-    assert are_equal(train(*run_with(rows_of(sampler, optimizer)), epochs=2), weights)
+    assert torch.equal(train(*run_with(rows_of(sampler, optimizer)), epochs=2), weights)
 
 
 def test_too_short_lead_raises_if_loader_workers_prefetch():
@@ -101,7 +90,7 @@ def test_too_short_lead_raises_if_loader_workers_prefetch():
 
 
 def test_sampler_without_an_optimizer_has_no_decided_rows():
-    sampler = vbs.CustomSampler(data(), trace=vbs.policies.PerCore(), minibatch_size=MINIBATCH)
+    sampler = vbs.CustomSampler(DATA, trace=vbs.policies.PerCore(), minibatch_size=MINIBATCH)
     with pytest.raises(
         RuntimeError, match="no batch size is decided yet: create the optimizer before iterating over the sampler"
     ):
@@ -113,7 +102,7 @@ def test_a_policy_decides_for_one_optimizer():
     with pytest.raises(
         RuntimeError, match="the policy of this sampler decides for another optimizer: make a sampler for ea"
     ):
-        vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=8)
+        vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=8)
 
 
 def test_a_policy_that_needs_noise_is_refused_if_noise_is_not_measured():
@@ -131,7 +120,7 @@ def test_any_rule_may_measure_it():
     weights = train(*made, epochs=3)
     rows = rows_of(*made[1:])
     assert len(set(rows)) > 1
-    assert are_equal(train(*run_with(rows, kind=measuring), epochs=3), weights)
+    assert torch.equal(train(*run_with(rows, kind=measuring), epochs=3), weights)
 
 
 def test_other_policies_need_no_noise():
@@ -163,9 +152,8 @@ def streamed(trace, directory=None, *, stop_after=None, **options):
     """Weights and rows of a run over all samples in order."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3).double()
-    stream = vbs.Stream(list(data()), trace=trace, minibatch_size=MINIBATCH, **options)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = vbs.AdaScaleOptimizer(inner, stream, ref_batchsize=2 * MINIBATCH, model=model)
+    stream = vbs.Stream(list(DATA), trace=trace, minibatch_size=MINIBATCH, **options)
+    optimizer = vbs.AdaScaleOptimizer(sgd(model, momentum=0.9), stream, ref_batchsize=2 * MINIBATCH, model=model)
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1)
     for _ in checkpoint.epochs(2 if "dataset_size" in options else 1):
         for x, y in DataLoader(stream, batch_size=None):
@@ -174,7 +162,7 @@ def streamed(trace, directory=None, *, stop_after=None, **options):
             checkpoint.step()
             if stop_after == optimizer.steps_done and not optimizer.is_accumulating:
                 return None
-    return [model.weight.detach().clone()], list(stream.schedule.trace)[: optimizer.steps_done]
+    return weights_of(model), list(stream.schedule.trace)[: optimizer.steps_done]
 
 
 def streams():
@@ -191,7 +179,7 @@ def test_stream_with_a_policy_replays_bit_for_bit(name, options):
     assert 400 - 200 < sum(rows) <= (600 if options else 400)  # the last row may not have had enough samples
     replayed, again = streamed(rows, **options)
     assert again == rows
-    assert are_equal(replayed, weights)
+    assert torch.equal(replayed, weights)
 
 
 def test_stopped_stream_resumes_with_its_decisions(tmp_path):
@@ -199,7 +187,7 @@ def test_stopped_stream_resumes_with_its_decisions(tmp_path):
     streamed(POLICIES["function"](), tmp_path, stop_after=8)
     again, rows_again = streamed(POLICIES["function"](), tmp_path)
     assert rows_again == rows
-    assert are_equal(again, weights)
+    assert torch.equal(again, weights)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +243,8 @@ def seconds_to(progress, *, per_update, times_updates):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
     policy = vbs.Autoscale(max_batch_size=64, every=6, lead=4)
-    sampler = vbs.CustomSampler(data(), trace=policy, minibatch_size=MINIBATCH)
-    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    sampler = vbs.CustomSampler(DATA, trace=policy, minibatch_size=MINIBATCH)
+    inner = sgd(model, lr=0.05)
     options = {"ref_batchsize": MINIBATCH, "model": model, "measure_noise": "norm layers", "smoothing": 0.99}
     optimizer = vbs.Optimizer(inner, sampler, rule="adascale", **options)
     clock, seen = [0.0], []
@@ -265,7 +253,7 @@ def seconds_to(progress, *, per_update, times_updates):
     optimizer.on_decision(seen.append)
     for _ in optimizer.epochs(progress=progress):
         for indices in sampler:
-            x, y = data()[indices]
+            x, y = DATA[indices]
             clock[0] += 1.0
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -326,7 +314,7 @@ def saved_run(directory, trace, *, epochs, stop_after=None, minibatch_size=MINIB
     model, sampler, optimizer = run_with(trace, minibatch_size=minibatch_size)
     log = vbs.Log(optimizer, every=14, to=[])
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=5, **options)
-    loader = DataLoader(data(), batch_sampler=sampler)
+    loader = DataLoader(DATA, batch_sampler=sampler)
     for _ in checkpoint.epochs(epochs):
         for x, y in loader:
             loss = nn.functional.cross_entropy(model(x), y)
@@ -336,7 +324,7 @@ def saved_run(directory, trace, *, epochs, stop_after=None, minibatch_size=MINIB
             checkpoint.step()
             if optimizer.steps_done == stop_after:
                 return None
-    return [p.detach().clone() for p in model.parameters()]
+    return weights_of(model)
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +350,7 @@ def stops():
 def test_stopped_run_resumes_as_if_never_stopped(tmp_path, name, stop_after, never_stopped):
     directory, whole = never_stopped[name]
     saved_run(tmp_path, POLICIES[name](), epochs=3, stop_after=stop_after)
-    assert are_equal(saved_run(tmp_path, POLICIES[name](), epochs=3), whole)
+    assert torch.equal(saved_run(tmp_path, POLICIES[name](), epochs=3), whole)
     traces = [vbs.Trace.read(one / "executed.csv") for one in (directory, tmp_path)]
     assert traces[0] == traces[1]
     decisions = [(one / "decisions.jsonl").read_text().splitlines() for one in (directory, tmp_path)]
@@ -377,7 +365,7 @@ def test_executed_csv_is_the_trace_and_replays_bit_for_bit(tmp_path):
     weights = saved_run(tmp_path / "live", policy, epochs=3)
     executed = tmp_path / "live" / "executed.csv"
     assert executed.read_text().startswith("# executed from Autoscale: trace decided by Autoscale(every=6, lead=4, ")
-    assert are_equal(saved_run(tmp_path / "replayed", executed, epochs=3), weights)
+    assert torch.equal(saved_run(tmp_path / "replayed", executed, epochs=3), weights)
     described = json.loads((tmp_path / "live" / "run.json").read_text())
     settings = {"every": 6, "lead": 4, "max_batch_size": 128, "max_growth": 2.0, "threshold": 1.05}
     assert (described["policy"], described["trace"]) == ({"name": "Autoscale", "settings": settings}, None)
@@ -388,7 +376,7 @@ def test_epoch_that_ended_early_is_marked_in_executed_csv(tmp_path, lead):
     model, sampler, optimizer = run_with(vbs.policies.PerCore(16, every=1, lead=lead))
     checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer)
     for epoch in checkpoint.epochs(2):
-        for x, y in DataLoader(data(), batch_sampler=sampler):
+        for x, y in DataLoader(DATA, batch_sampler=sampler):
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             if epoch == 0 and optimizer.epoch_step == 3:
@@ -422,7 +410,7 @@ def test_run_with_an_epoch_that_ended_early_may_resume_with_a_policy(tmp_path):
         options = {"every_steps": 1, "allow_changes": {"trace", "on_end"}}
         checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer, **options)
         for epoch in checkpoint.epochs(2):
-            for x, y in DataLoader(data(), batch_sampler=sampler):
+            for x, y in DataLoader(DATA, batch_sampler=sampler):
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
                 checkpoint.step()

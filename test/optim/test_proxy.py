@@ -6,22 +6,14 @@ import pickle
 
 import pytest
 import torch
+from small_runs import classified, network, sgd, weights_of
 from torch import nn
 
 import variable_batch_size as vbs
 
 TRACE = [8, 32, 16, 8, 64, 24]
 MINIBATCH = 8
-
-
-def data():
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(256, 6, generator=generator, dtype=torch.float64), torch.randint(3, (256,), generator=generator)
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+DATA = classified(256, 6, num_classes=3, seed=3)
 
 
 def parts_of(model):
@@ -45,7 +37,7 @@ def make(model, optimizers, rule, **options):
 
 
 def train(model, optimizer, num_steps=None):
-    inputs, targets = data()
+    inputs, targets = DATA.tensors
     for indices in optimizer.sampler:
         if optimizer.steps_done == num_steps:
             break
@@ -55,7 +47,7 @@ def train(model, optimizer, num_steps=None):
 
 def train_plainly(model, optimizers, settings):
     """Each step as one batch, with ``settings(optimizer, batch size / 16)`` applied to the groups."""
-    inputs, targets = data()
+    inputs, targets = DATA.tensors
     start = 0
     for size in TRACE:
         model.zero_grad()
@@ -69,12 +61,8 @@ def train_plainly(model, optimizers, settings):
             group.update(before)
 
 
-def weights_of(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def test_each_optimizer_follows_its_own_rule():
-    ours, plain = network(), network()
+    ours, plain = network(6, 8, 3), network(6, 8, 3)
     train(ours, make(ours, sgd_and_adam(ours), [vbs.rules.LinearRule(), vbs.rules.RootRule()]))
     train_plainly(
         plain,
@@ -85,7 +73,7 @@ def test_each_optimizer_follows_its_own_rule():
 
 
 def test_next_learning_rate_is_that_of_the_groups_own_rule():
-    ours = network()
+    ours = network(6, 8, 3)
     first, second = sgd_and_adam(ours)
     optimizer = make(ours, [first, second], [vbs.rules.LinearRule(), vbs.rules.RootRule()])
     scale = TRACE[0] / 16
@@ -94,7 +82,7 @@ def test_next_learning_rate_is_that_of_the_groups_own_rule():
 
 
 def test_one_rule_for_all_optimizers():
-    ours, plain = network(), network()
+    ours, plain = network(6, 8, 3), network(6, 8, 3)
     train(ours, make(ours, sgd_and_adam(ours), vbs.rules.RootRule()))
     train_plainly(plain, sgd_and_adam(plain), lambda group, scale: {"lr": group["lr"] * scale**0.5})
     torch.testing.assert_close(weights_of(ours), weights_of(plain), rtol=0, atol=1e-12)
@@ -102,7 +90,7 @@ def test_one_rule_for_all_optimizers():
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 def test_muon_for_matrices_and_adamw_for_the_rest():
-    ours, plain = network(), network()
+    ours, plain = network(6, 8, 3), network(6, 8, 3)
     train(ours, make(ours, muon_and_adamw(ours), [vbs.rules.MuonRule(), vbs.rules.RootRule()]))
 
     def settings(group, scale):
@@ -114,7 +102,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest():
 
 
 def test_varying_betas_reach_the_optimizer_that_has_them():
-    ours = network()
+    ours = network(6, 8, 3)
     matrices, rest = parts_of(ours)
     seen = []
 
@@ -133,7 +121,7 @@ def test_varying_betas_reach_the_optimizer_that_has_them():
 
 
 def test_clipping_uses_the_norm_of_all_gradients():
-    model = network()
+    model = network(6, 8, 3)
     optimizer = make(model, sgd_and_adam(model), vbs.rules.ConstantRule(), clip_grad_norm=1e-3)
     norms = []
     update = optimizer.inner.step
@@ -151,13 +139,13 @@ def test_clipping_uses_the_norm_of_all_gradients():
     "rules", [[vbs.rules.LinearRule, vbs.rules.AdamRule], [vbs.rules.AdaScaleRule, vbs.rules.SurgeRule]]
 )
 def test_saved_run_resumes_bit_for_bit(rules):
-    whole = network()
+    whole = network(6, 8, 3)
     train(whole, make(whole, sgd_and_adam(whole), [rule() for rule in rules]))
-    first = network()
+    first = network(6, 8, 3)
     before = make(first, sgd_and_adam(first), [rule() for rule in rules])
     train(first, before, num_steps=3)
     state, weights = copy.deepcopy(before.state_dict()), copy.deepcopy(first.state_dict())
-    second = network()
+    second = network(6, 8, 3)
     second.load_state_dict(weights)
     after = make(second, sgd_and_adam(second), [rule() for rule in rules])
     after.load_state_dict(state)
@@ -168,7 +156,7 @@ def test_saved_run_resumes_bit_for_bit(rules):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 def test_copy_continues_independently(copied):
-    model = network()
+    model = network(6, 8, 3)
     optimizer = make(model, sgd_and_adam(model), [vbs.rules.LinearRule(), vbs.rules.AdamRule()])
     train(model, optimizer, num_steps=2)
     other = copied(optimizer)
@@ -182,16 +170,16 @@ def test_copy_continues_independently(copied):
 
 
 def test_noise_is_that_of_the_measuring_rule_or_of_all_parameters_on_request():
-    model = network()
+    model = network(6, 8, 3)
     optimizer = make(model, sgd_and_adam(model), [vbs.rules.RootRule(), vbs.rules.AdaScaleRule()])
     train(model, optimizer)
     assert optimizer.noise == optimizer.rule.rules[1].noise()
     assert optimizer.report()["noise_scale"] == optimizer.noise_scale
-    alone = network()
+    alone = network(6, 8, 3)
     groups = [{"params": part} for part in parts_of(alone)]
     one = make(alone, torch.optim.SGD(groups, lr=0.0), vbs.rules.AdaScaleRule())
     train(alone, one, num_steps=2)
-    again = network()
+    again = network(6, 8, 3)
     at_rest = [torch.optim.SGD(part, lr=0.0) for part in parts_of(again)]
     both = make(again, at_rest, vbs.rules.LinearRule(), measure_noise=True)
     train(again, both, num_steps=2)
@@ -199,7 +187,7 @@ def test_noise_is_that_of_the_measuring_rule_or_of_all_parameters_on_request():
 
 
 def test_schedulers_have_the_groups_of_all_optimizers():
-    model = network()
+    model = network(6, 8, 3)
     optimizer = make(model, sgd_and_adam(model), vbs.rules.ConstantRule())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5, lambda step: 0.25])
     assert scheduler.get_last_lr() == [0.05, 0.005]
@@ -207,7 +195,7 @@ def test_schedulers_have_the_groups_of_all_optimizers():
 
 
 def test_added_group_belongs_to_the_last_optimizer():
-    model = network()
+    model = network(6, 8, 3)
     optimizer = make(model, sgd_and_adam(model), [vbs.rules.LinearRule(), vbs.rules.RootRule()])
     late = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     optimizer.add_param_group({"params": [late]})
@@ -219,7 +207,7 @@ def test_added_group_belongs_to_the_last_optimizer():
 
 
 def test_group_added_directly_to_one_optimizer_raises():
-    model = network()
+    model = network(6, 8, 3)
     optimizers = sgd_and_adam(model)
     optimizer = make(model, optimizers, vbs.rules.ConstantRule())
     optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]})
@@ -231,8 +219,8 @@ def test_group_added_directly_to_one_optimizer_raises():
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 @pytest.mark.parametrize("is_one", [False, True])
 def test_rejected_group_has_no_effect(is_one):
-    model = network()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1) if is_one else sgd_and_adam(model)
+    model = network(6, 8, 3)
+    inner = sgd(model) if is_one else sgd_and_adam(model)
     optimizer = make(model, inner, vbs.rules.ConstantRule())
     groups, late = list(optimizer.param_groups), nn.Parameter(torch.zeros(2, dtype=torch.float64))
     late.grad = torch.ones_like(late)
@@ -258,14 +246,14 @@ def test_rejected_group_has_no_effect(is_one):
     ],
 )
 def test_incompatible_rules_raise(rules, message):
-    model = network()
+    model = network(6, 8, 3)
     with pytest.raises(ValueError, match=message):
         make(model, sgd_and_adam(model), rules)
 
 
 def test_parameter_of_two_optimizers_raises():
-    model = network()
-    twice = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
+    model = network(6, 8, 3)
+    twice = [sgd(model), torch.optim.Adam(model.parameters())]
     with pytest.raises(ValueError, match=r"^`inner` must be optimizers with parameters of their own"):
         make(model, twice, vbs.rules.ConstantRule())
 
@@ -273,7 +261,7 @@ def test_parameter_of_two_optimizers_raises():
 @pytest.mark.parametrize(("inner", "kinds"), [([], "none"), (["sgd"], "str")])
 def test_object_that_is_not_an_optimizer_raises(inner, kinds):
     with pytest.raises(ValueError, match=rf"^`inner` must be one or several optimizers of torch, got {kinds}$"):
-        make(network(), inner, vbs.rules.ConstantRule())
+        make(network(6, 8, 3), inner, vbs.rules.ConstantRule())
 
 
 class Hypergradient(torch.optim.SGD):
@@ -327,8 +315,8 @@ def test_learning_rate_that_changes_within_the_inner_step_is_kept(change, is_sev
 
 
 def test_hooks_of_a_step_find_the_settings_restored_and_none_of_ours():
-    model = network()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = network(6, 8, 3)
+    inner = sgd(model)
     seen = []
     inner.register_step_post_hook(lambda *_: seen.append(inner.param_groups[0]["lr"]))
     optimizer = make(model, inner, vbs.rules.LinearRule())
@@ -340,10 +328,10 @@ def test_hooks_of_a_step_find_the_settings_restored_and_none_of_ours():
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_state_loaded_into_one_optimizer_is_that_of_the_next_step(number):
-    ours, plain = network(), network()
+    ours, plain = network(6, 8, 3), network(6, 8, 3)
     optimizers, expected = sgd_and_adam(ours), sgd_and_adam(plain)
     optimizer = make(ours, optimizers, vbs.rules.ConstantRule())
-    inputs, targets = data()
+    inputs, targets = DATA.tensors
     schedulers = []
     for indices in optimizer.sampler:
         for model in (ours, plain):
@@ -369,7 +357,7 @@ def test_state_loaded_into_one_optimizer_is_that_of_the_next_step(number):
 
 @pytest.mark.parametrize("kinds", [(torch.optim.SGD, torch.optim.AdamW), (torch.optim.AdamW, torch.optim.SGD)])
 def test_one_cycle_cycles_momentum_only_where_all_optimizers_have_it(kinds):
-    model = network()
+    model = network(6, 8, 3)
     inner = [kind(part, lr=0.1) for kind, part in zip(kinds, parts_of(model), strict=True)]
     optimizer = make(model, inner, vbs.rules.ConstantRule())
     keys = [set(group) for group in optimizer.param_groups]
@@ -382,7 +370,7 @@ def test_one_cycle_cycles_momentum_only_where_all_optimizers_have_it(kinds):
     assert [set(group) - found for group, found in zip(optimizer.param_groups, keys, strict=True)] == [
         {"initial_lr", "max_lr", "min_lr"}
     ] * 2
-    alike = network()
+    alike = network(6, 8, 3)
     both = [torch.optim.SGD(part, lr=0.1, momentum=0.9) for part in parts_of(alike)]
     cycle(make(alike, both, vbs.rules.ConstantRule()), max_lr=0.4, total_steps=10)
     assert [one.param_groups[0]["momentum"] for one in both] == [0.95, 0.95]
@@ -390,7 +378,7 @@ def test_one_cycle_cycles_momentum_only_where_all_optimizers_have_it(kinds):
 
 @pytest.mark.parametrize("is_several", [False, True])
 def test_group_without_a_learning_rate_raises(is_several):
-    model = network()
+    model = network(6, 8, 3)
     inner = sgd_and_adam(model)[1]
     inner.param_groups[0]["lr"] = None
     with pytest.raises(ValueError, match=r"^`inner` must have a learning rate in each parameter group, .* got None: "):
@@ -399,14 +387,14 @@ def test_group_without_a_learning_rate_raises(is_several):
 
 def test_optimizer_without_parameters_raises():
     with pytest.raises(ValueError, match=r"^`inner` must have parameters, got only empty groups$"):
-        make(network(), torch.optim.SGD([{"params": []}], lr=0.1), vbs.rules.ConstantRule())
+        make(network(6, 8, 3), torch.optim.SGD([{"params": []}], lr=0.1), vbs.rules.ConstantRule())
 
 
 @pytest.mark.parametrize("rule", [vbs.rules.LinearRule, vbs.rules.AdaScaleRule, vbs.rules.RootRule])
 def test_empty_group_has_no_effect(rule):
     found = []
     for empty in ([], [{"params": []}]):
-        model = network()
+        model = network(6, 8, 3)
         optimizer = make(model, torch.optim.SGD([*empty, {"params": model.parameters()}], lr=0.1), rule())
         train(model, optimizer)
         found.append((weights_of(model), optimizer.factor(len(empty))))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from small_runs import sgd
 from threaded_cores import run_on
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -200,8 +201,7 @@ def test_generators_are_not_seeded_when_disabled():
 def optimizer_of(**options):
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH)
-    inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    return model, vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, model=model, **options)
+    return model, vbs.LinearRuleOptimizer(sgd(model, lr=0.01), sampler, ref_batchsize=4, model=model, **options)
 
 
 @pytest.mark.parametrize(
@@ -289,8 +289,7 @@ def pickled(model):
 
 def seeded(model, **options):
     sampler = vbs.CustomSampler(dataset_size=64, trace=[4] * 16, minibatch_size=4, **options)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    return vbs.ConstantOptimizer(inner, sampler, model=model, seed_minibatches=True)
+    return vbs.ConstantOptimizer(sgd(model), sampler, model=model, seed_minibatches=True)
 
 
 def masks_of_both(model, other, optimizer):
@@ -346,8 +345,7 @@ def test_hooks_of_an_optimizer_that_is_gone_remove_themselves():
 def test_model_can_be_scripted_before_and_after_a_pass():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     sampler = vbs.CustomSampler(dataset_size=16, trace=[4] * 4, minibatch_size=4)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = vbs.ConstantOptimizer(inner, sampler, model=model, seed_minibatches=True, skip_nonfinite=True)
+    optimizer = vbs.ConstantOptimizer(sgd(model), sampler, model=model, seed_minibatches=True, skip_nonfinite=True)
     torch.jit.script(model)
     for number, _ in enumerate(sampler):
         if number == 1:
@@ -377,8 +375,7 @@ def trained(wrap=lambda model: model, *, is_evaluated, is_one_of_two=False):
     optimizers, called = [seeded(model)], [wrap(model)]
     sampler = optimizers[0].sampler
     if is_one_of_two:
-        inner = torch.optim.SGD(other.parameters(), lr=0.1)
-        optimizers.append(vbs.ConstantOptimizer(inner, sampler, model=other, seed_minibatches=True))
+        optimizers.append(vbs.ConstantOptimizer(sgd(other), sampler, model=other, seed_minibatches=True))
         called.append(other)
     drawn = []
     for _ in sampler:

@@ -7,8 +7,8 @@ import re
 
 import pytest
 import torch
+from small_runs import classified, network, sgd, weights_of
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
 from variable_batch_size.traces import watched as watched_file
@@ -20,21 +20,11 @@ def write(path, sizes, end="\n"):
     path.write_text("\n".join(["step,batchsize", *(f"{step},{size}" for step, size in enumerate(sizes))]) + end)
 
 
-def dataset():
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(
-        torch.randn(NUM_SAMPLES, 6, generator=generator, dtype=torch.float64),
-        torch.randint(0, 3, (NUM_SAMPLES,), generator=generator),
-    )
-
-
 def train(trace, edits=None, *, directory=None, stop_after=None, num_epochs=None, **options):
     """Train with the edits, each after a number of steps; returns the executed rows and the weights."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    loader = vbs.DataLoader(dataset(), trace=trace, minibatch_size=MINIBATCH, **options)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = vbs.AdaScaleOptimizer(inner, loader, ref_batchsize=2 * MINIBATCH, model=model)
+    model = network(6, 8, 3)
+    loader = vbs.DataLoader(classified(NUM_SAMPLES, 6, num_classes=3), trace=trace, minibatch_size=MINIBATCH, **options)
+    optimizer = vbs.AdaScaleOptimizer(sgd(model, momentum=0.9), loader, ref_batchsize=2 * MINIBATCH, model=model)
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer)
     is_first, done = loader.sampler.rank == 0, []
     for _ in checkpoint.epochs(num_epochs):
@@ -47,11 +37,7 @@ def train(trace, edits=None, *, directory=None, stop_after=None, num_epochs=None
                 if optimizer.steps_done == stop_after:
                     checkpoint.save()
                     return done, None
-    return done, [p.detach().clone() for p in model.parameters()]
-
-
-def are_equal(some, others):
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+    return done, weights_of(model)
 
 
 @pytest.fixture
@@ -81,13 +67,13 @@ def test_rows_that_are_not_fixed_are_replaced_and_the_executed_ones_replay_bit_f
     assert list(vbs.Trace.read(tmp_path / "run" / "executed.csv")) == done
     rows, replayed = train(tmp_path / "run" / "executed.csv")
     assert rows == done
-    assert are_equal(weights, replayed)
+    assert torch.equal(weights, replayed)
 
 
 def test_a_file_that_does_not_change_is_an_ordinary_trace(path):
     write(path, [8, 24, 40, 16] * 20)
     done, weights = train(watched(path))
-    assert (done, True) == ((plain := train(path))[0], are_equal(weights, plain[1]))
+    assert (done, True) == ((plain := train(path))[0], torch.equal(weights, plain[1]))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +146,7 @@ def test_a_run_that_resumes_keeps_the_fixed_rows_and_follows_the_edited_file_aft
     first, _ = train(watched(path), edits, directory=tmp_path / "run", stop_after=13)
     second, weights = train(watched(path), directory=tmp_path / "run")
     assert first + second == whole[0]
-    assert are_equal(weights, whole[1])
+    assert torch.equal(weights, whole[1])
     assert list(vbs.Trace.read(tmp_path / "run" / "executed.csv")) == whole[0]
 
 
@@ -169,7 +155,7 @@ def test_a_complete_run_resumes_where_its_file_has_more_rows(path, tmp_path):
     write(path, [16] * 60 + [24] * 10)
     done, weights = train(watched(path), directory=tmp_path / "run")
     assert done == [24] * 10
-    assert are_equal(weights, train([16] * 60 + [24] * 10)[1])
+    assert torch.equal(weights, train([16] * 60 + [24] * 10)[1])
 
 
 def edit_on_cores(directory):
@@ -181,7 +167,7 @@ def edit_on_cores(directory):
 def test_all_cores_replace_the_same_rows_at_the_same_step(on_cores, path):
     (rows, weights), (others, other_weights) = on_cores(2, edit_on_cores, path.parent)
     assert rows == others == [16] * 20 + [40] * 17 + [8] * 30
-    assert are_equal(weights, other_weights)
+    assert torch.equal(weights, other_weights)
     alone = train(rows)[1]
     assert max((a - b).abs().max().item() for a, b in zip(alone, weights, strict=True)) < 1e-9
 

@@ -8,6 +8,8 @@ import types
 
 import pytest
 import torch
+from small_runs import classified, sgd, weights_of
+from small_runs import train as train_on
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +17,7 @@ import variable_batch_size as vbs
 
 HOOKS = torch.nn.modules.module._global_forward_pre_hooks
 
+DATA = classified(100, 3, num_classes=2)
 SIZES = [4 * n for n in (3, 1, 4, 2, 5, 1, 7, 3)]
 
 
@@ -52,13 +55,6 @@ COMPILED = {
 }
 
 
-def data():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(100, 3, generator=generator, dtype=torch.float64), torch.randint(
-        0, 2, (100,), generator=generator
-    )
-
-
 def train(wrap, passed, kind=vbs.AdaScaleOptimizer, *, switches=False, **ddp):
     """Train a wrapped model, with the wrapper, the module or nothing passed as `model`.
 
@@ -71,7 +67,7 @@ def train(wrap, passed, kind=vbs.AdaScaleOptimizer, *, switches=False, **ddp):
         ddp: options of the wrapper.
     """
     torch._dynamo.reset()
-    module, (x, y), before = network(), data(), {*HOOKS}
+    module, (x, y), before = network(), DATA.tensors, {*HOOKS}
     model = DistributedDataParallel(module, **ddp) if wrap in ("before", "again", "run") else module
     model = COMPILED[wrap](module, **ddp) if wrap in COMPILED else model
     if wrap == "middle":
@@ -81,9 +77,8 @@ def train(wrap, passed, kind=vbs.AdaScaleOptimizer, *, switches=False, **ddp):
         graph.backward()
         model.zero_grad()
     sampler = vbs.CustomSampler(dataset_size=100, trace=SIZES, minibatch_size=4)
-    inner = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     given = {"wrapper": model, "module": module, "nothing": None}[passed]
-    optimizer = kind(inner, sampler, ref_batchsize=4, model=given)
+    optimizer = kind(sgd(module, momentum=0.9), sampler, ref_batchsize=4, model=given)
     if wrap == "after":
         model = DistributedDataParallel(module, **ddp)
     for epoch in range(sampler.schedule.num_epochs):
@@ -150,7 +145,7 @@ def with_a_wrapped_group_added():
     sampler = vbs.CustomSampler(dataset_size=100, trace=SIZES, minibatch_size=4)
     inner = torch.optim.SGD([*model[0].parameters(), *model[4].parameters()], lr=0.1)
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, model=model)
-    x, y = data()
+    x, y = DATA.tensors
     for indices in sampler:
         if optimizer.steps_done == 1 and len(optimizer.param_groups) == 1:
             late = list(model[2].parameters())
@@ -159,7 +154,7 @@ def with_a_wrapped_group_added():
             optimizer.add_param_group({"params": late})
         nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
         optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+    return weights_of(model)
 
 
 def test_a_group_that_is_added_may_be_wrapped(on_cores):
@@ -172,8 +167,9 @@ def first_forward(model, *, trained=None, passed=None):
     """The error when an optimizer is made, or in the first forward pass; None if there is none."""
     sampler = vbs.CustomSampler(dataset_size=8, trace=[4], minibatch_size=4)
     try:
-        inner = torch.optim.SGD((model if trained is None else trained).parameters(), lr=0.1)
-        optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, model=passed)
+        optimizer = vbs.LinearRuleOptimizer(
+            sgd(model if trained is None else trained), sampler, ref_batchsize=4, model=passed
+        )
     except ValueError as error:
         return f"made: {error}"
     for _ in range(2):  # a second attempt must not pass
@@ -211,7 +207,7 @@ def test_sync_batch_norm_in_the_model_raises(on_cores):
 def message_about_join():
     model = DistributedDataParallel(nn.Linear(2, 2))
     sampler = vbs.CustomSampler(dataset_size=8, trace=[4], minibatch_size=4)
-    vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=4)
+    vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=4)
     with pytest.raises(RuntimeError) as raised, model.join():
         model(torch.ones(4, 2))
     return str(raised.value)
@@ -243,15 +239,15 @@ def of_two_parts(wrap):
     parts = [layers[:2], layers[2:]]
     encoder, decoder = [DistributedDataParallel(part) for part in parts] if wrap else parts
     sampler = vbs.CustomSampler(dataset_size=100, trace=SIZES, minibatch_size=4)
-    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(layers.parameters(), lr=0.1), sampler, ref_batchsize=4)
-    x, y = data()
+    optimizer = vbs.LinearRuleOptimizer(sgd(layers), sampler, ref_batchsize=4)
+    x, y = DATA.tensors
     for indices in sampler:
         features = (encoder(x[indices]) + encoder(-x[indices])) / 2
         outputs = features if optimizer.steps_done < 2 else decoder(features)
         nn.functional.cross_entropy(outputs, y[indices]).backward()
         optimizer.step()
     assert {*HOOKS} <= before
-    return [p.detach() for p in layers.parameters()]
+    return weights_of(layers)
 
 
 def test_parts_are_found_when_they_run_for_the_first_time(on_cores):
@@ -267,8 +263,8 @@ def other_optimizer(wrap, *, passes_model):
     sampler = vbs.CustomSampler(dataset_size=100, trace=[8] * 3, minibatch_size=4)
     inner, options = torch.optim.SGD(first, lr=0.1), {"model": model} if passes_model else {}
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, **options)
-    unrelated, rest = torch.optim.SGD(network().parameters(), lr=0.1), torch.optim.SGD([weight, bias], lr=0.1)
-    x, y = data()
+    unrelated, rest = sgd(network()), torch.optim.SGD([weight, bias], lr=0.1)
+    x, y = DATA.tensors
     for indices in sampler:
         nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
         optimizer.step()
@@ -319,14 +315,11 @@ def teacher_beside_a_student():
         student(torch.ones(1, 3, dtype=torch.float64))
     student.reshard()
     sampler = vbs.CustomSampler(dataset_size=100, trace=SIZES, minibatch_size=4)
-    inner = torch.optim.SGD(student.parameters(), lr=0.1)
+    inner = sgd(student)
     student.unshard()
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4)
     is_resharded = [hasattr(student[4].weight, "full_tensor")]
-    x, y = data()
-    for indices in sampler:
-        nn.functional.cross_entropy(student(x[indices]), y[indices]).backward()
-        optimizer.step()
+    train_on(student, optimizer, (DATA[indices] for indices in sampler))
     return is_resharded, [not hasattr(p, "full_tensor") for p in teacher[4].parameters()]
 
 
@@ -341,16 +334,13 @@ def group_added():
     model, graphs, before = network(), [], {*HOOKS}
     sampler = vbs.CustomSampler(dataset_size=100, trace=SIZES, minibatch_size=4)
     optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model[0].parameters()), sampler, ref_batchsize=4, model=model)
-    x, y = data()
     for epoch in optimizer.epochs(2):
-        for indices in sampler:
-            nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
-            optimizer.step()
+        train_on(model, optimizer, (DATA[indices] for indices in sampler))
         if epoch == 0:
-            graphs.append(model(x))
+            graphs.append(model(DATA.tensors[0]))
             optimizer.add_param_group({"params": list(model[4].parameters())})
     assert {*HOOKS} <= before
-    return [p.detach() for p in model.parameters()]
+    return weights_of(model)
 
 
 def test_a_group_may_be_added_while_a_graph_uses_it(on_cores):
@@ -363,13 +353,12 @@ def compilations(wrap, passed):
     """How many frames have been compiled after each of five minibatches."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    module, (x, _) = network(), data()
+    module, (x, _) = network(), DATA.tensors
     model = {**COMPILED, "compile": compiled, "compile()": compiled_in_place}[wrap](module)
     ddp = next((part for part in getattr(model, "modules", list)() if isinstance(part, DistributedDataParallel)), None)
     given = {"wrapper": ddp, "module": module, "nothing": None}[passed]
     sampler = vbs.CustomSampler(dataset_size=100, trace=[8] * 5, minibatch_size=4)
-    inner = torch.optim.SGD(module.parameters(), lr=0.1)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, model=given)
+    optimizer = vbs.LinearRuleOptimizer(sgd(module), sampler, ref_batchsize=4, model=given)
     found = []
     for indices in sampler:
         model(x[indices]).sum().backward()
@@ -399,8 +388,7 @@ def hooks_of_an_unused_optimizer():
     gc.collect()
     numbers = [len(HOOKS)]
     sampler = vbs.CustomSampler(dataset_size=8, trace=[4], minibatch_size=4)
-    inner = torch.optim.SGD(network().parameters(), lr=0.1)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4)
+    optimizer = vbs.LinearRuleOptimizer(sgd(network()), sampler, ref_batchsize=4)
     numbers.append(len(HOOKS))
     del optimizer
     gc.collect()

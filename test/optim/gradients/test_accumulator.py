@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from small_runs import sgd, train
 from torch import nn
 
 import variable_batch_size as vbs
@@ -25,14 +26,14 @@ def make(trace=(2,), *, rule=None, inner=None, **options):
     return model, sampler, vbs.CustomOptimizer(inner, sampler, **options)
 
 
-def backward(model, x, **how):
-    model(torch.tensor([[float(x)]], dtype=model.weight.dtype)).sum().backward(**how)
+def loss_of(model, x):
+    return model(torch.tensor([[float(x)]], dtype=model.weight.dtype)).sum()
 
 
 def test_a_replaced_gradient_counts_once():
     model, _, optimizer = make()
     for x in (1, 3):
-        backward(model, x)
+        loss_of(model, x).backward()
         model.weight.grad = model.weight.grad.clamp(-10, 10)
         optimizer.step()
     assert model.weight.item() == -2  # the mean of 1 and 3
@@ -40,21 +41,19 @@ def test_a_replaced_gradient_counts_once():
 
 def test_no_gradient_counts_as_none():
     model, _, optimizer = make()
-    backward(model, 8)
+    loss_of(model, 8).backward()
     model.weight.grad = None
     optimizer.step()
-    backward(model, 6)
-    optimizer.step()
+    train(model, optimizer, [6], loss_of)
     assert model.weight.item() == -3
 
 
 def test_parameter_without_a_gradient_in_a_step_is_not_updated():
     inner = lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5, weight_decay=0.1)  # noqa: E731
     model, _, optimizer = make([1, 1, 1], inner=inner)
-    backward(model, 4)
-    optimizer.step()
+    train(model, optimizer, [4], loss_of)
     before = model.weight.item()
-    backward(model, 4)
+    loss_of(model, 4).backward()
     model.weight.grad = None
     assert optimizer.step()
     assert model.weight.item() == before  # neither momentum nor decay
@@ -93,19 +92,17 @@ def test_create_graph_is_like_any_other_backward_pass():
     for x in (1, 3):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            backward(model, x, create_graph=True)
+            loss_of(model, x).backward(create_graph=True)
         optimizer.step()
     assert model.weight.item() == -2
 
 
 def test_a_backward_pass_without_step_does_not_leak_into_the_next_epoch():
     model, sampler, optimizer = make()
-    backward(model, 100)
+    loss_of(model, 100).backward()
     sampler.set_epoch(0)
     optimizer.set_epoch(0)
-    for x in (1, 3):
-        backward(model, x)
-        optimizer.step()
+    train(model, optimizer, (1, 3), loss_of)
     assert model.weight.item() == -2
 
 
@@ -113,31 +110,24 @@ def test_a_backward_pass_without_step_does_not_leak_into_the_next_epoch():
 def test_step_leaves_no_gradient(rule):
     model, _, optimizer = make([2, 1], rule=rule())
     for x in (1, 3, 5):
-        backward(model, x)
-        optimizer.step()
+        train(model, optimizer, [x], loss_of)
         assert model.weight.grad is None
 
 
 def test_a_module_may_be_converted_at_any_time():
     model, _, optimizer = make([2, 2])
-    backward(model, 1)
-    optimizer.step()
+    train(model, optimizer, [1], loss_of)
     model.float()
-    backward(model, 3)
-    optimizer.step()
+    train(model, optimizer, [3], loss_of)
     assert model.weight.item() == -2
     model.double()
-    for x in (1, 3):
-        backward(model, x)
-        optimizer.step()
+    train(model, optimizer, (1, 3), loss_of)
     assert model.weight.item() == -4
 
 
 def test_clipping_bound_of_a_sum_applies_to_the_mean():
     model, _, optimizer = make([2, 2], rule=vbs.rules.LinearMomentumRule(), clip_grad_norm=1.0)
-    for x in (4, 8, 0.5, 0.5):
-        backward(model, x)
-        optimizer.step()
+    train(model, optimizer, (4, 8, 0.5, 0.5), loss_of)
     # the first mean of 6 is clipped to 1, the second of 0.5 is not; lr0 · S = 1
     assert model.weight.item() == pytest.approx(-1.5, rel=1e-6)
 
@@ -161,34 +151,27 @@ class Watching(vbs.Rule):
 def test_rule_that_sums_observes_the_norms_of_the_mean():
     rule = Watching()
     model, _, optimizer = make(rule=rule)
-    for x in (1, 3):
-        backward(model, x)
-        optimizer.step()
+    train(model, optimizer, (1, 3), loss_of)
     assert optimizer.rule.seen == [vbs.rules.Norms(mean_of_squares=5.0, square_of_mean=4.0)]
 
 
 def test_both_norms_of_a_single_minibatch_are_the_same():
     rule = Watching()
     model, _, optimizer = make([1], rule=rule)
-    backward(model, 3)
-    optimizer.step()
+    train(model, optimizer, [3], loss_of)
     assert optimizer.rule.seen == [vbs.rules.Norms(mean_of_squares=9.0, square_of_mean=9.0)]
 
 
 def test_progress_counts_the_factor_after_max_factor():
     model, _, optimizer = make([4, 4], rule=vbs.rules.LinearRule(), max_factor=1.5)
-    for _ in range(8):
-        backward(model, 1)
-        optimizer.step()
+    train(model, optimizer, [1] * 8, loss_of)
     assert optimizer.progress == 3.0
     assert optimizer.factor() == 1.5
 
 
 def test_progress_counts_the_factor_after_smooth_steps():
     model, _, optimizer = make([2, 8, 8], rule=vbs.rules.LinearRule(), smooth_steps=3)
-    for _ in range(18):
-        backward(model, 1)
-        optimizer.step()
+    train(model, optimizer, [1] * 18, loss_of)
     assert optimizer.progress == 1 + 2 + 3
 
 
@@ -204,7 +187,7 @@ def test_adam_under_changing_scale_makes_full_steps_of_a_constant_gradient():
     optimizer = vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=2)
     for _ in sampler:
         before = model.weight.item()
-        backward(model, 7)
+        loss_of(model, 7).backward()
         if optimizer.step():
             assert before - model.weight.item() == pytest.approx(optimizer.current_lr(), rel=1e-9)
 
@@ -218,7 +201,7 @@ def test_adamw_decays_by_its_own_learning_rate_under_changing_scale(scales_weigh
     optimizer = vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=1, scales_weight_decay=scales_weight_decay)
     for _ in range(6):
         before = model.weight.item()
-        backward(model, 7)
+        loss_of(model, 7).backward()
         if optimizer.step():
             lr = optimizer.current_lr()
             decay = 0.1 * optimizer.factor() if scales_weight_decay else 0.1
@@ -233,7 +216,7 @@ def test_parameter_that_starts_later_has_its_own_bias_correction():
     groups = optimizer.param_groups
     for number in range(15):
         before = model.weight.item(), model.bias.item()
-        backward(model, 7)
+        loss_of(model, 7).backward()
         if number < 5:
             model.bias.grad = None
         if optimizer.step():
@@ -254,17 +237,14 @@ def test_beta_history_is_restored():
         return model, sampler, vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=1)
 
     model, _, optimizer = start()
-    for x in range(5):
-        backward(model, x)
-        optimizer.step()
+    train(model, optimizer, range(5), loss_of)
     other, sampler, resumed = start()
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     sampler.set_epoch(resumed.epoch, resumed.epoch_step)
     for x in range(5, 15):
         for m, o in ((model, optimizer), (other, resumed)):
-            backward(m, x)
-            o.step()
+            train(m, o, [x], loss_of)
     assert model.weight.item() == other.weight.item()
 
 
@@ -289,9 +269,7 @@ def test_adam_rules_work_with_custom_optimizer():
             if is_by_name
             else vbs.CustomOptimizer(inner, sampler, rule=vbs.rules.AdamScaleRule(min_updates=1), ref_batchsize=1)
         )
-        for x in range(10):
-            backward(model, x)
-            optimizer.step()
+        train(model, optimizer, range(10), loss_of)
         runs.append((model.weight.item(), optimizer.gain(), optimizer.progress, optimizer.noise_scale))
     assert runs[0] == runs[1]
 
@@ -320,25 +298,26 @@ def test_freezing_a_parameter_keeps_the_preconditioner_of_the_others():
 def test_complex_parameters_train_with_adascale():
     model = nn.ParameterList([torch.ones(2, 2, dtype=torch.complex128)])
     sampler = vbs.CustomSampler(dataset_size=64, trace=[2, 2], minibatch_size=1, shuffle=False)
-    optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=1)
-    for x in ([1j, 0], [0, 1], [1, 1], [2, 0]):
-        (torch.tensor([x], dtype=torch.complex128) @ model[0]).abs().square().sum().backward()
-        optimizer.step()
+    optimizer = vbs.AdaScaleOptimizer(sgd(model), sampler, ref_batchsize=1)
+    minibatches = torch.tensor([[[1j, 0]], [[0, 1]], [[1, 1]], [[2, 0]]], dtype=torch.complex128)
+    train(model, optimizer, minibatches, lambda model, x: (x @ model[0]).abs().square().sum())
     assert optimizer.gain() > 1
 
 
+def loss_of_embedding(model, numbers):
+    return model(torch.tensor(numbers)).square().sum()
+
+
 def test_sparse_gradients_are_accumulated_and_measured():
-    def train(is_sparse):
+    def trained(is_sparse):
         torch.manual_seed(0)
         model = nn.Embedding(5, 3, sparse=is_sparse).double()
         sampler = vbs.CustomSampler(dataset_size=64, trace=[3, 1], minibatch_size=1, shuffle=False)
-        optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=1)
-        for number in (1, 2, 1, 4):
-            model(torch.tensor([number, 0])).square().sum().backward()
-            optimizer.step()
+        optimizer = vbs.AdaScaleOptimizer(sgd(model), sampler, ref_batchsize=1)
+        train(model, optimizer, [(1, 0), (2, 0), (1, 0), (4, 0)], loss_of_embedding)
         return model.weight.detach(), optimizer.gain()
 
-    (sparse, gain), (dense, expected) = train(True), train(False)
+    (sparse, gain), (dense, expected) = trained(True), trained(False)
     torch.testing.assert_close(sparse, dense)
     assert gain == pytest.approx(expected)
 
@@ -346,17 +325,15 @@ def test_sparse_gradients_are_accumulated_and_measured():
 @pytest.mark.parametrize("kind", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.Adam])
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"skip_nonfinite": True}])
 def test_sparse_gradients_work_with_any_optimizer_also_in_a_step_of_one_minibatch(kind, options):
-    def train(is_sparse):
+    def trained(is_sparse):
         torch.manual_seed(0)
         model = nn.Embedding(5, 3, sparse=is_sparse).double()
         sampler = vbs.CustomSampler(dataset_size=64, trace=[1, 3, 1], minibatch_size=1, shuffle=False)
         optimizer = vbs.ConstantOptimizer(kind(model.parameters()), sampler, ref_batchsize=1, **options)
-        for number in (1, 2, 1, 4, 3):
-            model(torch.tensor([number, 0])).square().sum().backward()
-            optimizer.step()
+        train(model, optimizer, [(1, 0), (2, 0), (1, 0), (4, 0), (3, 0)], loss_of_embedding)
         return model.weight.detach()
 
-    torch.testing.assert_close(train(True), train(False))
+    torch.testing.assert_close(trained(True), trained(False))
 
 
 def test_epoch_may_be_a_numpy_integer():
@@ -370,14 +347,12 @@ def test_epoch_may_be_a_numpy_integer():
 @pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
 def test_the_optimizer_can_be_copied_and_pickled(gradient_as_bucket_view):
     model, _, optimizer = make([2, 2], rule=vbs.rules.AdaScaleRule(), gradient_as_bucket_view=gradient_as_bucket_view)
-    for x in (1, 3, 5):
-        backward(model, x)
-        optimizer.step()
+    train(model, optimizer, (1, 3, 5), loss_of)
     pairs = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
-    backward(model, 7)
+    loss_of(model, 7).backward()
     assert optimizer.step()
     for other_model, other in pairs:
-        backward(other_model, 7)
+        loss_of(other_model, 7).backward()
         assert other.step()
         assert other_model.weight.item() == model.weight.item()
         assert other.progress == optimizer.progress
@@ -387,11 +362,11 @@ def test_the_optimizer_can_be_copied_and_pickled(gradient_as_bucket_view):
 @pytest.mark.parametrize("measure_noise", [False, True])
 def test_copy_within_a_step_has_the_accumulated_weight(gradient_as_bucket_view, measure_noise):
     model, _, optimizer = make([2], gradient_as_bucket_view=gradient_as_bucket_view, measure_noise=measure_noise)
-    backward(model, 1)
+    loss_of(model, 1).backward()
     optimizer.step(weight=3)
     pairs = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
     for one, its_optimizer in [(model, optimizer), *pairs]:
-        backward(one, 9)
+        loss_of(one, 9).backward()
         its_optimizer.step(weight=1)
         assert one.weight.item() == -(1 + 9) / (3 + 1)
         assert its_optimizer.weight_done == 4
@@ -404,15 +379,14 @@ def test_bucket_views_stay_in_place():
     model, _, optimizer = make([2, 1, 2], gradient_as_bucket_view=True)
     place = model.weight.grad.data_ptr()
     for x in (1, 3, 5, 1, 1):
-        backward(model, x)
-        optimizer.step()
+        train(model, optimizer, [x], loss_of)
         assert model.weight.grad.data_ptr() == place
     assert model.weight.item() == -(2 + 5 + 1)
 
 
 def test_replacing_a_bucket_view_raises():
     model, _, optimizer = make(gradient_as_bucket_view=True)
-    backward(model, 1)
+    loss_of(model, 1).backward()
     model.weight.grad = model.weight.grad.clamp(-1, 1)
     with pytest.raises(RuntimeError, match=r"parameter 0 \(shape \(1, 1\)\) was replaced between backward"):
         optimizer.step()
@@ -442,9 +416,8 @@ def test_replaced_bucket_view_of_a_frozen_parameter_raises():
 
 def test_accumulated_bucket_view_cannot_be_dropped():
     model, _, optimizer = make([3], gradient_as_bucket_view=True)
-    backward(model, 1)
-    optimizer.step()
-    backward(model, 1)
+    train(model, optimizer, [1], loss_of)
+    loss_of(model, 1).backward()
     message = (
         r"^With `gradient_as_bucket_view`, zero_grad\(\) cannot drop the gradient of a backward pass without step\(\): "
         r"it was added to those of earlier minibatches\.$"
@@ -454,28 +427,26 @@ def test_accumulated_bucket_view_cannot_be_dropped():
 
 
 def test_bucket_views_support_weights_including_fractions_and_zero():
-    def train(**options):
+    def trained(**options):
         model, _, optimizer = make([3, 2, 4], rule=vbs.rules.AdaScaleRule(), **options)
         minibatches = [(1, 0.5), (3, 0.0), (5, 0.25), (1, 0.75), (2, 0.5), (0.5, 4), (7, 0.125), (1, 0), (2, 0.5)]
         for x, weight in minibatches:
-            backward(model, x * weight)
+            loss_of(model, x * weight).backward()
             optimizer.step(weight=weight)
         return model.weight.item(), optimizer.gain(), optimizer.progress, optimizer.weight_done
 
-    assert train(gradient_as_bucket_view=True) == pytest.approx(train(), rel=1e-12)
-    assert train()[3] == 6.625
+    assert trained(gradient_as_bucket_view=True) == pytest.approx(trained(), rel=1e-12)
+    assert trained()[3] == 6.625
 
 
 def test_bucket_views_give_the_same_gains():
-    def train(**options):
+    def trained(**options):
         model, _, optimizer = make([3, 1, 4], rule=vbs.rules.AdaScaleRule(), **options)
-        for x in (1, 3, 5, 1, 2, 0.5, 7, 1):
-            backward(model, x)
-            optimizer.step()
+        train(model, optimizer, (1, 3, 5, 1, 2, 0.5, 7, 1), loss_of)
         return model.weight.item(), optimizer.gain(), optimizer.progress
 
-    assert train(gradient_as_bucket_view=True) == pytest.approx(train(), rel=1e-12)
-    assert not math.isnan(train()[1])
+    assert trained(gradient_as_bucket_view=True) == pytest.approx(trained(), rel=1e-12)
+    assert not math.isnan(trained()[1])
 
 
 def test_bucket_view_of_a_frozen_parameter_is_removed():
@@ -483,8 +454,7 @@ def test_bucket_view_of_a_frozen_parameter_is_removed():
     model, _, optimizer = make([1, 1, 1], gradient_as_bucket_view=True, inner=inner)
     other = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer.add_param_group({"params": [other]})
-    backward(model, 1)
-    optimizer.step()
+    train(model, optimizer, [1], loss_of)
     before = model.weight.item()
     model.weight.requires_grad_(False)
     for _ in range(2):
@@ -496,8 +466,7 @@ def test_bucket_view_of_a_frozen_parameter_is_removed():
 
 def test_freezing_a_bucket_view_within_a_step_raises():
     model, _, optimizer = make([2], gradient_as_bucket_view=True)
-    backward(model, 1)
-    optimizer.step()
+    train(model, optimizer, [1], loss_of)
     model.weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="parameters must not be frozen, added, converted or moved within a step"):
         optimizer.step()
@@ -507,9 +476,7 @@ def test_freezing_a_bucket_view_within_a_step_raises():
 def test_bucket_views_follow_a_module_converted_between_steps(rule):
     model, _, optimizer = make([2, 2], gradient_as_bucket_view=True, rule=rule())
     model.float().double()
-    for x in (1, 3, 1, 3):
-        backward(model, x)
-        optimizer.step()
+    train(model, optimizer, (1, 3, 1, 3), loss_of)
     assert model.weight.item() == -4
 
 
@@ -520,17 +487,15 @@ def test_measured_bucket_views_follow_a_converted_and_copied_module(conversions)
         model, optimizer = copy.deepcopy((convert(model), optimizer))
         nn.init.zeros_(model.weight)
         for x in (257 / 256, 1):  # not representable in bfloat16
-            backward(model, x)
-            optimizer.step()
+            train(model, optimizer, [x], loss_of)
     assert model.weight.item() == pytest.approx(-513 / 512, rel=1e-3)
 
 
 def test_converting_a_module_with_bucket_views_within_a_step_raises():
     model, _, optimizer = make([2], gradient_as_bucket_view=True)
-    backward(model, 1)
-    optimizer.step()
+    train(model, optimizer, [1], loss_of)
     model.float().double()
-    backward(model, 3)
+    loss_of(model, 3).backward()
     with pytest.raises(RuntimeError, match="parameters must not be frozen, added, converted or moved within a step"):
         optimizer.step()
 
@@ -544,17 +509,14 @@ def test_converting_a_module_with_bucket_views_within_a_step_raises():
 )
 def test_zero_grad_drops_the_gradient_of_another_loss(options):
     model, _, optimizer = make([2, 2], **options)
-    backward(model, 100)  # as in a GAN, where the loss of the generator passes through this model
+    loss_of(model, 100).backward()  # as in a GAN, where the loss of the generator passes through this model
     optimizer.zero_grad()
     for x in (1, 3):
-        backward(model, x)
-        optimizer.step()
+        train(model, optimizer, [x], loss_of)
         optimizer.zero_grad()
-    backward(model, 100)
+    loss_of(model, 100).backward()
     optimizer.zero_grad()
-    for _ in range(2):
-        backward(model, 5)
-        optimizer.step()
+    train(model, optimizer, [5] * 2, loss_of)
     assert model.weight.item() == -7
 
 
@@ -566,11 +528,10 @@ def test_zero_grad_drops_a_gradient_without_a_bucket_view(change, rule):
     for _ in range(2):
         optimizer.step()
     change(model)  # unfreezes or converts it
-    backward(model, 100)
+    loss_of(model, 100).backward()
     optimizer.zero_grad()
     for x in (1, 3):
-        backward(model, x)
-        optimizer.step()
+        train(model, optimizer, [x], loss_of)
         optimizer.zero_grad()
     assert model.weight.item() == -2
 
@@ -578,16 +539,14 @@ def test_zero_grad_drops_a_gradient_without_a_bucket_view(change, rule):
 def test_zero_grad_within_a_step_drops_the_gradient_or_raises():
     for is_kept in (False, True):
         model, _, optimizer = make([2], gradient_as_bucket_view=is_kept)
-        backward(model, 1)
-        optimizer.step()
-        backward(model, 100)
+        train(model, optimizer, [1], loss_of)
+        loss_of(model, 100).backward()
         if is_kept:
             with pytest.raises(RuntimeError, match="cannot drop the gradient of a backward pass without step"):
                 optimizer.zero_grad()
             continue
         optimizer.zero_grad()
-        backward(model, 3)
-        optimizer.step()
+        train(model, optimizer, [3], loss_of)
         assert model.weight.item() == -2
 
 
@@ -609,7 +568,7 @@ def test_gradient_of_a_failed_update_is_not_counted_again(gradient_as_bucket_vie
         [2, 2], inner=lambda p: FailsOnce(p, lr=1.0), gradient_as_bucket_view=gradient_as_bucket_view
     )
     for number, x in enumerate((1, 3, 5, 7)):
-        backward(model, x)
+        loss_of(model, x).backward()
         if number == 1:
             with pytest.raises(RuntimeError, match="out of memory"):
                 optimizer.step()
@@ -634,9 +593,7 @@ class Differences(torch.optim.SGD):
 def test_inner_optimizer_may_reference_a_gradient(is_aliased):
     model, _, optimizer = make([2, 2, 2], inner=lambda p: Differences(p, lr=1.0))
     optimizer.inner.is_aliased = is_aliased
-    for x in (1, 3, 5, 7, 10, 12):
-        backward(model, x)
-        optimizer.step()
+    train(model, optimizer, (1, 3, 5, 7, 10, 12), loss_of)
     assert model.weight.item() == -11
 
 
@@ -646,8 +603,7 @@ def test_memory_is_reused_if_no_gradient_is_referenced():
     optimizer.inner.register_step_pre_hook(lambda *_: places.add(model.weight.grad.data_ptr()))
     blockers = []  # so that released memory is not reused
     for x in (1, 3, 5, 7, 10, 12):
-        backward(model, x)
-        optimizer.step()
+        train(model, optimizer, [x], loss_of)
         blockers.append(torch.zeros(64))
     assert len(places) == 1
 
@@ -656,8 +612,7 @@ def test_a_copy_of_an_optimizer_with_a_scheduler_steps_by_itself():
     model, _, optimizer = make([1, 1])
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
     other, copied = copy.deepcopy((model, optimizer))
-    backward(other, 3)
-    copied.step()
+    train(other, copied, [3], loss_of)
     assert (model.weight.item(), other.weight.item()) == (0, -3)
 
 
@@ -677,7 +632,7 @@ def test_adamscale_rejects_an_optimizer_without_second_moments():
         make([1], rule=rule, inner=lambda p: torch.optim.Adamax(p))
     rule.checks_inner = False
     model, _, optimizer = make([1], rule=rule, inner=lambda p: torch.optim.Adamax(p))
-    backward(model, 1)
+    loss_of(model, 1).backward()
     with pytest.raises(RuntimeError, match=r"`inner` must keep the second moment of each gradient .* Adamax has only"):
         optimizer.step()
 
@@ -685,7 +640,7 @@ def test_adamscale_rejects_an_optimizer_without_second_moments():
 def test_conjugated_gradients_are_measured():
     model = nn.ParameterList([torch.ones(2, dtype=torch.complex128)])
     sampler = vbs.CustomSampler(dataset_size=64, trace=[2], minibatch_size=1, shuffle=False)
-    optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sampler, ref_batchsize=2)
+    optimizer = vbs.AdaScaleOptimizer(sgd(model, lr=1.0), sampler, ref_batchsize=2)
     for x in (1 + 2j, 3 + 0j):
         model[0].grad = torch.full((2,), x, dtype=torch.complex128).conj()
         optimizer.step()
@@ -725,8 +680,7 @@ def with_a_group_added_within_a_step(parameters):
         for number, x in enumerate(range(rank, 4, cores)):
             if number == 2 // cores and len(optimizer.param_groups) == 1:
                 optimizer.add_param_group({"params": parameters()})
-            backward(model, 1.0 + x)
-            optimizer.step()
+            train(model, optimizer, [1.0 + x], loss_of)
     return model.weight.item(), optimizer.gain(), optimizer.gain(group=0)
 
 
@@ -753,13 +707,9 @@ def test_a_group_may_be_added_within_a_step(on_cores, parameters):
 def test_the_gain_is_the_same_however_many_norms_are_summed_at_once(monkeypatch, most):
     monkeypatch.setattr("variable_batch_size.optim.gradients.buckets._MOST_NORMS", most)
     model, _, optimizer = make([2, 5], rule=vbs.rules.AdaScaleRule(), smoothing=0.0)
-    for x in (1, 3):
-        backward(model, x)
-        optimizer.step()
+    train(model, optimizer, (1, 3), loss_of)
     assert optimizer.noise == vbs.rules.Noise.from_norms(5.0, 4.0, batch_size=2, num_minibatches=2)
-    for x in (1, 2, 3, 4, 5):
-        backward(model, x)
-        optimizer.step()
+    train(model, optimizer, (1, 2, 3, 4, 5), loss_of)
     assert optimizer.noise == vbs.rules.Noise.from_norms(11.0, 9.0, batch_size=5, num_minibatches=5)
 
 
@@ -767,12 +717,12 @@ def with_a_minibatch_that_core_0_leaves_out():
     """Two epochs of two steps of four minibatches; returns the error message."""
     model = nn.Linear(1, 1, bias=False).double()
     sampler = vbs.CustomSampler(dataset_size=8, trace=[4] * 4, minibatch_size=1)
-    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sampler, ref_batchsize=4)
+    optimizer = vbs.ConstantOptimizer(sgd(model, lr=1.0), sampler, ref_batchsize=4)
     for _ in optimizer.epochs(2):
         for number, _ in enumerate(sampler):
             if sampler.rank == 0 and optimizer.epoch == 0 and number == 3:  # the last one, as in a pass left early
                 continue
-            backward(model, 1)
+            loss_of(model, 1).backward()
             try:
                 optimizer.step()
             except RuntimeError as error:
