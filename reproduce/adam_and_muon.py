@@ -1,13 +1,13 @@
 """Which rule for AdamW, Muon and Lion? The best learning rate at each batch size, and what each rule loses against it.
 
-python reproduce/adam_and_muon.py                  # a GPU: about 25 minutes
+python reproduce/adam_and_muon.py                  # a GPU: about 15 minutes
 python reproduce/adam_and_muon.py --seconds 540    # the same in parts: stops after that time, and resumes
 
-A GPT of 0.9 million parameters on the bytes of Python's standard library, with two numbers of samples. For each
-optimizer, number of samples and batch size, a grid of learning rates in factors of 2 is extended until the best one is
-inside it; that one and its neighbours have three seeds. The tuned learning rate of the reference batch size is then
-what each rule starts from. tables.md in the directory has all tables; results.jsonl has the runs, and is all that must
-be kept to resume. Fixed betas are those of the reference batch size.
+A GPT of 0.9 million parameters on the bytes of Python's standard library, which is another text in each version, with
+two numbers of samples. For each optimizer, number of samples and batch size, a grid of learning rates in factors of 2
+is extended until the best one is inside it; that one and its neighbours have three seeds. The tuned learning rate of
+the reference batch size is then what each rule starts from. tables.md in the directory has all tables; results.jsonl
+has the runs, and is all that must be kept to resume. Fixed betas are those of the reference batch size.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import argparse
 import json
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +56,7 @@ class Scale:
     Attributes:
         size: of the model.
         samples: of the two lengths, in windows.
-        batchsizes: of each length. Muon, whose updates cost as much as some windows, has none below the reference.
+        batchsizes: of each length.
         reference: the batch size at which rules start.
         minibatch_size: in windows; smaller batch sizes are one minibatch, and measure no noise.
         num_lanes: runs at once.
@@ -188,8 +190,7 @@ class Plan:
     def _cells(self, optimizer: str, rule: str, length: str) -> Iterator[tables.Cell]:
         """Of an arm; at the reference batch size, all arms are the same."""
         for size in self._scale.batchsizes[length]:
-            is_cheap = optimizer != "muon" or size >= self._scale.reference
-            if is_cheap and (rule == "constant" or size != self._scale.reference):
+            if rule == "constant" or size != self._scale.reference:
                 yield tables.Cell(optimizer, rule, length, size)
 
     def _grids(self, optimizer: str, rule: str, length: str) -> Iterator[Job]:
@@ -222,20 +223,26 @@ class Plan:
                     yield from (Job(*cell, lr, seed) for seed in self._seeds)
 
     def _rules(self, optimizer: str, length: str) -> Iterator[Job]:
-        """From the tuned reference, with all seeds where the first one is not far from the best."""
+        """From the tuned reference; also from one that is too low, to the next batch size."""
         reference = self._found.tuned(tables.Cell(optimizer, "constant", length, self._scale.reference))
         if reference is None:
             return
-        for rule in RULES[optimizer]:
-            for cell in self._cells(optimizer, "constant", length):
-                job = Job(optimizer, rule, length, cell.batchsize, reference, self._seeds[0])
-                if cell.batchsize == self._scale.reference or not self._is_possible(job):
-                    continue
-                plain = job.plain(self._scale)
-                loss = self._found.loss(tables.Cell(*plain[:4]), plain.lr, self._seeds[0])
-                best = self._found.best_loss(cell)
-                is_far = loss is not None and best is not None and loss - best >= NEAR
-                yield from (job._replace(seed=seed) for seed in self._seeds[: 1 if is_far else None])
+        cells = [cell for cell in self._cells(optimizer, "constant", length) if cell[3] != self._scale.reference]
+        for rule, cell in product(RULES[optimizer], cells):
+            yield from self._regret(cell, rule, reference)
+        larger = [cell for cell in cells if cell.batchsize > self._scale.reference]
+        for rule, cell in product(tables.PLAIN, larger[:1]):
+            yield from self._regret(cell, rule, reference / tables.UNTUNED)
+
+    def _regret(self, cell: tables.Cell, rule: str, lr: float) -> Iterator[Job]:
+        """With all seeds where the first one is not far from the best."""
+        job = Job(cell.optimizer, rule, cell.length, cell.batchsize, lr, self._seeds[0])
+        if self._is_possible(job):
+            plain = job.plain(self._scale)
+            loss = self._found.loss(tables.Cell(*plain[:4]), plain.lr, self._seeds[0])
+            best = self._found.best_loss(cell)
+            is_far = loss is not None and best is not None and loss - best >= NEAR
+            yield from (job._replace(seed=seed) for seed in self._seeds[: 1 if is_far else None])
 
     def _is_possible(self, job: Job) -> bool:
         """Whether a rule that measures noise can: with one minibatch in a step, it cannot."""
@@ -267,6 +274,7 @@ class Trainer:
         self._is_compiled = options.device != "cpu" and not options.eager
         device = torch.device(options.device)
         text = options.text.read_bytes()[: scale.text_bytes] if options.text else text_of_library(scale.text_bytes)
+        self.text_crc32 = f"{zlib.crc32(text):08x}"
         self._text = Text(text, device, block_size=scale.block_size)
         self._made: dict[tuple[bool, int], Lanes] = {}  # by optimizer and minibatch size
         self._seconds: dict[tuple[bool, int], float] = {}  # per minibatch of all lanes
@@ -317,10 +325,8 @@ class Trainer:
             f" (+ {started - begun:.0f} s to compile)",
             flush=True,
         )
-        each = round(seconds / len(jobs), 3)
-        return [
-            {**job._asdict(), "samples": samples, "seconds": each, **row} for job, row in zip(jobs, made, strict=True)
-        ]
+        of_all = {"samples": samples, "seconds": round(seconds / len(jobs), 3), "text_crc32": self.text_crc32}
+        return [{**job._asdict(), **of_all, **row} for job, row in zip(jobs, made, strict=True)]
 
 
 def runs(options: argparse.Namespace) -> dict[str, Any]:
@@ -336,6 +342,9 @@ def _train(options: argparse.Namespace, folder: Path) -> experiment.Row:
     if options.small:
         torch.set_num_threads(1)  # for tensors this small, threads cost more than they save
     trainer = None if options.finish else Trainer(options, scale)
+    others = {row["text_crc32"] for row in rows if trainer and row["text_crc32"] != trainer.text_crc32}
+    if others:
+        raise ValueError(f"{path}: made with another text, of crc32 {', '.join(others)}: pass it as --text")
     while trainer and (jobs := wanted(rows, scale, options.seeds)):
         chosen = trainer.choose(jobs, stop_at - time.monotonic())
         made = chosen and trainer.train(*chosen, stop_at=stop_at)
@@ -382,9 +391,11 @@ def judge(options: argparse.Namespace, rows: dict[str, experiment.Row]) -> list[
 
 
 def draw(rows: dict[str, experiment.Row], curves: list[experiment.Row], path: Path) -> None:
-    """The best learning rate over the batch size with what surge predicts, and the loss of each rule."""
+    """The figure, after all tables on the terminal."""
     made = tables.with_noise({"rows": list(rows.values()), "curve": curves})
-    tables.draw(tables.Found(made, FULL.reference, sorted({row["seed"] for row in made})), path)
+    found = tables.Found(made, FULL.reference, sorted({row["seed"] for row in made}))
+    print(tables.markdown(found), flush=True)
+    tables.draw(found, path)
 
 
 EXPERIMENT = experiment.Experiment("adam_and_muon", __doc__, runs, judge, draw)

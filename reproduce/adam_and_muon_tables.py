@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +23,11 @@ import variable_batch_size as vbs
 Row = dict[str, Any]
 Losses = dict[float, dict[int, float]]  # by learning rate and seed
 
+NAMES = {"adamw": "AdamW", "muon": "Muon", "lion": "Lion"}
 ARMS = ("beta2 half-life", "half-lives")  # of AdamW, tuned like fixed betas
+PLAIN = ("constant", "root", "linear")  # rules whose runs are those of the grid
 EXTRA = 1.2  # times the samples, up to which a batch size counts as efficient
+UNTUNED = 4  # the factor by which a reference learning rate that was not tuned is too low
 DRAWS = 1000
 NOISE_SCALES = [2 ** (power / 4) for power in range(4 * 16 + 1)]  # that are tried for surge, in windows
 
@@ -142,35 +145,38 @@ class Found:
 
     def noise_scale(self, optimizer: str, length: str) -> float | None:
         """V/G² in windows in the second half of the tuned run at the reference batch size."""
-        cell = Cell(optimizer, "constant", length, self.reference)
-        best = self.best(cell)
-        parts = [] if best is None else self.noise(cell, best)
+        parts = self.noise_of_parts(optimizer, length)
         half = parts[len(parts) // 2 :]
         return sum(half[1:], half[0]).scale if half else None
+
+    def noise_of_parts(self, optimizer: str, length: str) -> list[vbs.rules.Noise]:
+        """Of the tuned run at the reference batch size, from the first part to the last."""
+        cell = Cell(optimizer, "constant", length, self.reference)
+        best = self.best(cell)
+        return [] if best is None else self.noise(cell, best)
 
     # ------------------------------------------------------------------------------------------------ spreads
     def optimum(self, cell: Cell) -> tuple[float, int] | None:
         """log2 of the best learning rate, and the number of its seeds."""
-        best = self.best(cell)
-        if best is None:
+        best, around = self.best(cell), list(self._around(cell).values())
+        if best is None or not around:
             return None
-        around = [self._losses[cell].get(lr, {}) for lr in (best / 2, best, best * 2)]
-        common = set.intersection(*(set(losses) for losses in around))
-        if not common:
-            return None
-        means = [statistics.fmean(losses[seed] for seed in common) for losses in around]
-        return math.log2(best) + minimum_of_parabola(*means), len(common)
+        means = [statistics.fmean(losses) for losses in zip(*around, strict=True)]
+        return math.log2(best) + minimum_of_parabola(*means), len(around)
 
     def optimum_spread(self, optimizer: str) -> tuple[float, int]:
         """The standard deviation over seeds of log2 of the best learning rate, and its degrees of freedom."""
-        groups = []
-        for cell in self._of(optimizer):
-            best = self.best(cell)
-            if best is not None:
-                around = [self._losses[cell].get(lr, {}) for lr in (best / 2, best, best * 2)]
-                common = set.intersection(*(set(losses) for losses in around))
-                groups.append([minimum_of_parabola(*(losses[seed] for losses in around)) for seed in common])
-        return pooled(groups)
+        groups = [self._around(cell).values() for cell in self._of(optimizer)]
+        return pooled([[minimum_of_parabola(*losses) for losses in group] for group in groups])
+
+    def _around(self, cell: Cell) -> dict[int, list[float]]:
+        """The losses of each seed at the best learning rate and its neighbours, in their order."""
+        best = self.best(cell)
+        if best is None:
+            return {}
+        around = [self._losses[cell].get(lr, {}) for lr in (best / 2, best, best * 2)]
+        common = set.intersection(*(set(losses) for losses in around))
+        return {seed: [losses[seed] for losses in around] for seed in sorted(common)}
 
     def loss_spread(self, optimizer: str, length: str) -> tuple[float, int]:
         """The standard deviation over seeds of the loss at the best learning rates, and its degrees of freedom."""
@@ -240,8 +246,7 @@ class Exponent(NamedTuple):
     begin: int
     end: int
     exponent: Interval
-    of_surge: float | None  # the exponent between these, by the rule and the measured noise scale
-    place: str  # of both batch sizes, relative to the noise scale
+    of_surge: float | None  # between these, by the rule and the measured noise scale
 
 
 def exponents(found: Found, optimizer: str) -> list[Exponent]:
@@ -249,21 +254,15 @@ def exponents(found: Found, optimizer: str) -> list[Exponent]:
     made = []
     for length in found.lengths():
         noise_scale = found.noise_scale(optimizer, length)
-        sizes = found.sizes(optimizer, length)
-        for begin, end in pairwise(sizes):
+        for begin, end in pairwise(found.sizes(optimizer, length)):
             ends = [found.optimum(Cell(optimizer, "constant", length, size)) for size in (begin, end)]
             if None in ends:
                 continue
             (first, num_first), (last, num_last) = ends  # type: ignore[misc]
             octaves = math.log2(end / begin)
             half = t_quantile(freedom) * spread * math.sqrt(1 / num_first + 1 / num_last) / octaves
-            of_surge = place = None
-            if noise_scale:
-                of_surge = math.log2(surge(noise_scale, end, begin)) / octaves
-                place = "below" if end <= noise_scale else "beyond" if begin >= noise_scale else "at"
-            made.append(
-                Exponent(length, begin, end, Interval((last - first) / octaves, half), of_surge, place or "unknown")
-            )
+            of_surge = math.log2(surge(noise_scale, end, begin)) / octaves if noise_scale else None
+            made.append(Exponent(length, begin, end, Interval((last - first) / octaves, half), of_surge))
     return made
 
 
@@ -350,43 +349,49 @@ def crossing(sizes: Sequence[int], losses: Sequence[float], worth: float) -> flo
     return float(sizes[-1])
 
 
-class Regret(NamedTuple):
-    """The loss of a rule minus that of the best setting of any grid at that batch size, with the same seeds."""
+def samples_ratio(found: Found, size: int, *, is_short: bool) -> list[float] | None:
+    """The samples of AdamW over those of Muon for the same loss at a batch size, and the ends of its interval.
 
-    rule: str
-    length: str
-    batchsize: int
-    regret: Interval
+    The loss is that of Muon after the short training, or that of AdamW after the long one; between both lengths, losses
+    are linear in the logarithm of samples. None if the long training of one is not clearly better.
+    """
+    short, long = found.lengths()[0], found.lengths()[-1]
+    cells = [Cell(optimizer, "constant", length, size) for optimizer in ("adamw", "muon") for length in (short, long)]
+    losses = [loss for loss in map(found.best_loss, cells) if loss is not None]
+    deviations = [found.loss_spread(cell.optimizer, cell.length)[0] / math.sqrt(len(found.seeds)) for cell in cells]
+    if len(losses) < 4 or not all(losses[i] - losses[i + 1] > 5 * max(deviations) for i in (0, 2)):
+        return None
+    octaves = math.log2(found.samples[long] / found.samples[short])
+
+    def ratio(losses: list[float]) -> float:
+        adamw, muon = losses[:2], losses[2:]
+        loss = muon[0] if is_short else adamw[1]
+        needed, of_muon = ((first - loss) / (first - last) for first, last in (adamw, muon))
+        return float(2 ** (octaves * (needed - of_muon)))
+
+    return drawn(losses, deviations, ratio)
 
 
-def regrets(found: Found, optimizer: str, length: str) -> list[Regret]:
-    """Of each rule and batch size, from the tuned learning rate at the reference."""
+def regrets(found: Found, optimizer: str, length: str, *, below: int = 1) -> dict[tuple[str, int], Interval]:
+    """The loss of a rule minus that of the best setting of any grid at that batch size, with the same seeds.
+
+    By rule and batch size. Rules start from the tuned learning rate of the reference batch size, divided by `below`.
+    """
     reference = found.best(Cell(optimizer, "constant", length, found.reference))
     if reference is None:
-        return []
+        return {}
     differences: dict[tuple[str, int], list[float]] = {}
-    for rule in dict.fromkeys(("constant", "root", "linear", *found.rules(optimizer))):
+    for rule in dict.fromkeys((*PLAIN, *found.rules(optimizer))):
         for size in found.sizes(optimizer, length):
             best = best_of_all(found, optimizer, length, size)
             if size == found.reference or best is None or rule in ARMS:
                 continue
-            cell, lr = Cell(optimizer, rule, length, size), reference
+            cell, lr = Cell(optimizer, rule, length, size), reference / below
             if rule in ("root", "linear"):
                 step = vbs.rules.Step(size, size, found.reference)
                 cell, lr = cell._replace(rule="constant"), lr * vbs.rules.make_rule(rule).factor(step)
             differences[rule, size] = found.differences((cell, lr), best)
-    halves = half_widths(list(differences.values()))
-    return [
-        Regret(rule, length, size, Interval(statistics.fmean(of_seeds), half))
-        for ((rule, size), of_seeds), half in zip(differences.items(), halves, strict=True)
-        if of_seeds
-    ]
-
-
-def half_widths(groups: Sequence[Sequence[float]]) -> list[float]:
-    """Of the 95 % intervals of the means, with the spread of all groups; 0 for a run compared with itself."""
-    spread, freedom = pooled([group for group in groups if any(group)])
-    return [t_quantile(freedom) * spread / math.sqrt(len(group)) if any(group) else 0.0 for group in groups]
+    return intervals(differences)
 
 
 def best_of_all(found: Found, optimizer: str, length: str, size: int) -> tuple[Cell, float] | None:
@@ -396,151 +401,163 @@ def best_of_all(found: Found, optimizer: str, length: str, size: int) -> tuple[C
     return min(known, key=lambda pair: found.mean(*pair), default=None)
 
 
-class Betas(NamedTuple):
-    """The loss with scaled betas minus that with fixed ones, each at its best learning rate."""
+def betas(found: Found, length: str) -> dict[tuple[str, int], Interval]:
+    """The loss with scaled betas minus that with fixed ones, each at its best learning rate; by arm and batch size."""
+    differences = {}
+    for arm in ARMS:
+        for size in found.sizes("adamw", length, arm):
+            cells = [Cell("adamw", rule, length, size) for rule in (arm, "constant")]
+            differences[arm, size] = found.differences(*((cell, found.best(cell)) for cell in cells))
+    return intervals(differences)
 
-    arm: str
-    length: str
-    batchsize: int
-    difference: Interval
 
-
-def betas(found: Found) -> list[Betas]:
-    made: list[Betas] = []
-    for length in found.lengths():
-        differences: dict[tuple[str, int], list[float]] = {}
-        for arm in ARMS:
-            for size in found.sizes("adamw", length, arm):
-                cells = [Cell("adamw", rule, length, size) for rule in (arm, "constant")]
-                of_arm, fixed = ((cell, found.best(cell)) for cell in cells)
-                if fixed[1] is not None:
-                    differences[arm, size] = found.differences(of_arm, fixed)
-        halves = half_widths(list(differences.values()))
-        made += [
-            Betas(arm, length, size, Interval(statistics.fmean(of_seeds), half))
-            for ((arm, size), of_seeds), half in zip(differences.items(), halves, strict=True)
-            if of_seeds
-        ]
-    return made
+def intervals(groups: Mapping[tuple[str, int], Sequence[float]]) -> dict[tuple[str, int], Interval]:
+    """Of the means, with the spread of all groups; no width for a run compared with itself."""
+    spread, freedom = pooled([group for group in groups.values() if any(group)])
+    return {
+        key: Interval(
+            statistics.fmean(group), t_quantile(freedom) * spread / math.sqrt(len(group)) if any(group) else 0.0
+        )
+        for key, group in groups.items()
+        if group
+    }
 
 
 # -------------------------------------------------------------------------------------------------------- tables
+Cells = dict[str, str]  # of a line, by column
+
+
 def markdown(found: Found) -> str:
     """All tables; batch sizes and noise scales in windows."""
-    parts = ["# Results of adam_and_muon.py", _best_table(found), _exponent_table(found), _surge_table(found)]
-    parts += [_betas_table(found), _efficiency_table(found), *_regret_tables(found)]
+    parts = ["# Results of adam_and_muon.py", *_best_tables(found), _exponent_table(found), _betas_table(found)]
+    parts += [_efficiency_table(found), _ratio_table(found), *_regret_tables(found), _untuned_table(found)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    if not lines:
-        return ""
-    rows = [header, ["---"] * len(header), *lines]
-    return f"## {title}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows)
+def _table(title: str, lines: Sequence[Cells], columns: Sequence[str] = ()) -> str:
+    """The columns are these, in their order, and then others as they come."""
+    columns = list(dict.fromkeys((*columns, *(column for line in lines for column in line))))
+    columns = [column for column in columns if any(column in line for line in lines)]
+    rows = [columns, ["---"] * len(columns), *([line.get(column, "") for column in columns] for line in lines)]
+    return f"## {title}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) if lines else ""
 
 
-def _best_table(found: Found) -> str:
-    header = ("optimizer", "samples", "batch size", "updates", "best lr", "loss", "seeds", "noise scale there")
-    lines = []
-    for cell in sorted(found.cells(), key=lambda cell: (cell.optimizer, cell.rule, cell.length, cell.batchsize)):
-        best, optimum = found.best(cell), found.optimum(cell)
-        if best is None or optimum is None or cell.rule not in ("constant", *ARMS):
-            continue
-        spread, freedom = found.optimum_spread(cell.optimizer)
-        factor = 2 ** (t_quantile(freedom) * spread / math.sqrt(optimum[1]))
-        loss_spread, loss_freedom = found.loss_spread(cell.optimizer, cell.length)
-        number = len(found.losses(cell, best))
-        half = t_quantile(loss_freedom) * loss_spread / math.sqrt(number)
-        noise = found.noise(cell, best)
-        scale = f"{sum(noise[1:], noise[0]).scale:,.0f}" if noise else ""
-        name = cell.optimizer if cell.rule == "constant" else f"{cell.optimizer}, {cell.rule}"
-        samples = found.samples[cell.length]
-        row = (name, f"{samples:,}", f"{cell.batchsize:,}", f"{samples // cell.batchsize:,}")
-        lr = f"{2 ** optimum[0]:.2g} ×/÷ {factor:.2f}"
-        lines.append((*row, lr, Interval(found.mean(cell, best), half).shown(), str(number), scale))
-    return _table("Best learning rates", header, lines)
+def _best_tables(found: Found) -> Iterator[str]:
+    """Learning rates and losses, by batch size."""
+    lrs, losses, sizes = [], [], sorted({cell.batchsize for cell in found.cells()})
+    for optimizer in found.optimizers():
+        spread, freedom = found.optimum_spread(optimizer)
+        factor = 2 ** (t_quantile(freedom) * spread / math.sqrt(len(found.seeds)))
+        for arm, length in product(("constant", *ARMS), found.lengths()):
+            of_spread, of_freedom = found.loss_spread(optimizer, length)
+            half = t_quantile(of_freedom) * of_spread / math.sqrt(len(found.seeds))
+            name = NAMES[optimizer] + (f", {arm}" if arm != "constant" else "")
+            line = {"optimizer": name, "samples": f"{found.samples[length]:,}"}
+            cells = [Cell(optimizer, arm, length, size) for size in found.sizes(optimizer, length, arm)]
+            if cells:
+                optima = {f"{cell.batchsize:,}": found.optimum(cell) for cell in cells}
+                of_sizes = {size: f"{2 ** optimum[0]:.2g}" for size, optimum in optima.items() if optimum}
+                lrs.append({**line, "×/÷": f"{factor:.2f}", **of_sizes})
+                means = {f"{cell.batchsize:,}": f"{found.best_loss(cell):.3f}" for cell in cells}
+                losses.append({**line, "±": f"{half:.3f}", **means})
+    columns = ["optimizer", "samples", *(f"{size:,}" for size in sizes)]
+    yield _table("Best learning rates", lrs, columns)
+    yield _table("Losses there", losses, columns)
 
 
 def _exponent_table(found: Found) -> str:
-    header = ("optimizer", "samples", "from", "to", "noise scale", "place", "exponent", "by surge", "by root")
-    lines = []
-    for optimizer in found.optimizers():
+    """With that of surge in parentheses, and the noise scale that surge would need."""
+    lines, steps = [], set()
+    for optimizer, length in product(found.optimizers(), found.lengths()):
+        line = {"optimizer": NAMES[optimizer], "samples": f"{found.samples[length]:,}"}
+        noise_scale, fitted = found.noise_scale(optimizer, length), peak_of_surge(found, optimizer, length)
+        if noise_scale:
+            parts = found.noise_of_parts(optimizer, length)
+            line["noise scale"] = f"{noise_scale:,.0f} ({parts[0].scale:,.0f} to {parts[-1].scale:,.0f})"
         for one in exponents(found, optimizer):
-            noise_scale = found.noise_scale(optimizer, one.length)
-            row = (optimizer, f"{found.samples[one.length]:,}", f"{one.begin:,}", f"{one.end:,}")
-            of_surge = "" if one.of_surge is None else f"{one.of_surge:.2f}"
-            scale = "" if noise_scale is None else f"{noise_scale:,.0f}"
-            lines.append((*row, scale, one.place, one.exponent.shown(2), of_surge, "0.50"))
-    return _table("Exponents of the best learning rate", header, lines)
+            if one.length == length:
+                of_surge = "" if one.of_surge is None else f" ({one.of_surge:.2f})"
+                steps.add((one.begin, one.end))
+                line[f"{one.begin:,} → {one.end:,}"] = one.exponent.shown(2) + of_surge
+        if fitted:
+            line["fitted"] = shown(fitted)
+        lines.append(line)
+    columns = ["optimizer", "samples", "noise scale", *(f"{begin:,} → {end:,}" for begin, end in sorted(steps))]
+    return _table("Exponents of the best learning rate", lines, columns)
 
 
-def _surge_table(found: Found) -> str:
-    header = ("optimizer", "samples", "noise scale at the reference, by eighths", "peak that surge needs", "ratio")
-    lines = []
-    for optimizer in found.optimizers():
-        for length in found.lengths():
-            measured, fitted = found.noise_scale(optimizer, length), peak_of_surge(found, optimizer, length)
-            if measured is None or fitted is None:
-                continue
-            cell = Cell(optimizer, "constant", length, found.reference)
-            scales = [part.scale for part in found.noise(cell, found.best(cell) or 0.0)]
-            shown = ", ".join(f"{scale:.3g}" for scale in scales)
-            peak = f"{fitted[0]:.3g} ({fitted[1]:.3g} to {fitted[2]:.3g})"
-            row = (optimizer, f"{found.samples[length]:,}", shown, peak, f"{fitted[0] / measured:.2g}")
-            lines.append(row)
-    return _table("Where surge would have to peak", header, lines)
+def shown(of_draws: Sequence[float]) -> str:
+    """A value and its interval."""
+    values = [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in of_draws]
+    return f"{values[0]} ({values[1]} to {values[2]})"
 
 
 def _betas_table(found: Found) -> str:
-    header = ("betas", "samples", "batch size", "loss − that of fixed betas")
-    lines = [
-        (one.arm, f"{found.samples[one.length]:,}", f"{one.batchsize:,}", one.difference.shown())
-        for one in betas(found)
-    ]
-    return _table("Betas of AdamW, each at its best learning rate", header, lines)
+    lines = []
+    for length in found.lengths():
+        of_length = betas(found, length)
+        for arm in ARMS:
+            of_sizes = {f"{size:,}": one.shown() for (name, size), one in of_length.items() if name == arm}
+            lines.append({"betas": arm, "samples": f"{found.samples[length]:,}", **of_sizes})
+    sizes = sorted({cell.batchsize for cell in found.cells()})
+    return _table("Loss of AdamW − that of fixed betas", lines, ["betas", "samples", *(f"{size:,}" for size in sizes)])
 
 
 def _efficiency_table(found: Found) -> str:
-    header = ("optimizer", "samples", "batch size with 20 % more samples", "over that of AdamW")
     lines = []
-    for length in found.lengths():
-        of_adamw = efficient_size(found, "adamw", length)
-        for optimizer in found.optimizers():
-            size = efficient_size(found, optimizer, length)
-            if size is not None:
-                ratio = f"{size[0] / of_adamw[0]:.2g}" if of_adamw else ""
-                shown = f"{size[0]:,.0f} ({size[1]:,.0f} to {size[2]:,.0f})"
-                lines.append((optimizer, f"{found.samples[length]:,}", shown, ratio))
-    return _table("How far the batch size can grow", header, lines)
+    for optimizer in found.optimizers():
+        sizes = {length: efficient_size(found, optimizer, length) for length in found.lengths()}
+        of_lengths = {f"{found.samples[length]:,} samples": shown(size) for length, size in sizes.items() if size}
+        lines.append({"optimizer": NAMES[optimizer], **of_lengths})
+    return _table("Batch size with 20 % more samples", lines)
+
+
+def _ratio_table(found: Found) -> str:
+    lines = []
+    for is_short, name in ((True, "of Muon after the short training"), (False, "of AdamW after the long training")):
+        ratios = {size: samples_ratio(found, size, is_short=is_short) for size in found.sizes("adamw", "long")}
+        lines.append({"loss": name, **{f"{size:,}": shown(ratio) for size, ratio in ratios.items() if ratio}})
+    return _table("Samples of AdamW / those of Muon for the same loss", lines)
 
 
 def _regret_tables(found: Found) -> Iterator[str]:
+    """One for each optimizer, in nats."""
     for optimizer in found.optimizers():
+        by_rule: dict[str, Cells] = {}
         for length in found.lengths():
-            made = regrets(found, optimizer, length)
-            sizes = sorted({one.batchsize for one in made})
-            by_rule: dict[str, dict[int, Interval]] = {}
-            for one in made:
-                by_rule.setdefault(one.rule, {})[one.batchsize] = one.regret
-            lines = [
-                (rule, *(of_sizes[size].shown() if size in of_sizes else "" for size in sizes))
-                for rule, of_sizes in by_rule.items()
-            ]
-            title = f"Regret in nats: {optimizer}, {found.samples[length]:,} samples, tuned at {found.reference}"
-            yield _table(title, ("rule", *(f"{size:,}" for size in sizes)), lines)
+            for (rule, size), regret in sorted(regrets(found, optimizer, length).items(), key=lambda one: one[0][1]):
+                cells = by_rule.setdefault(rule, {"rule": rule})
+                cells[f"{found.samples[length]:,}: {size:,}"] = regret.shown() if regret.half else "best"
+        order = [rule for rule in dict.fromkeys((*PLAIN, *found.rules(optimizer))) if rule in by_rule]
+        lines = [by_rule[rule] for rule in order]
+        yield _table(f"Regret of rules for {NAMES[optimizer]}", lines)
+
+
+def _untuned_table(found: Found) -> str:
+    """Regrets of rules at the next batch size above the reference, from a learning rate that is too low."""
+    lines = []
+    for optimizer, length in product(found.optimizers(), found.lengths()):
+        size = min((size for size in found.sizes(optimizer, length) if size > found.reference), default=0)
+        for below in (1, UNTUNED):
+            of_rules = regrets(found, optimizer, length, below=below)
+            line = {"optimizer": NAMES[optimizer], "samples": f"{found.samples[length]:,}", "batch size": f"{size:,}"}
+            line["reference learning rate"] = "tuned" if below == 1 else f"that / {below}"
+            for rule in PLAIN:
+                if (rule, size) in of_rules:
+                    line[rule] = of_rules[rule, size].shown() if of_rules[rule, size].half else "best"
+            lines.append(line)
+    return _table("Regret from a reference learning rate that is too low", lines)
 
 
 def claims(found: Found) -> list[results.Claim]:
     """What papers say, where these runs can say it, too."""
     made = []
     for length in found.lengths():
-        of_adamw = exponents(found, "adamw")
-        beyond = [one for one in of_adamw if one.length == length]
+        beyond = [one for one in exponents(found, "adamw") if one.length == length]
         if beyond:
             last = beyond[-1]
-            name = f"adamw {length}"
             what = f"exponent from {last.begin} to {last.end}, beyond the peak"
-            made.append(results.Claim(name, what, "surge: below 0", last.exponent.value, -math.inf, 0.0))
+            made.append(results.Claim(f"adamw {length}", what, "surge: below 0", last.exponent.value, -math.inf, 0.0))
         peak, measured = peak_of_surge(found, "adamw", length), found.noise_scale("adamw", length)
         if peak and measured:
             what = "peak of the best lr / noise scale"
@@ -550,20 +567,17 @@ def claims(found: Found) -> list[results.Claim]:
             ratio = sizes["muon"][0] / sizes["adamw"][0]
             what = "batch size with 20 % more samples / AdamW's"
             made.append(results.Claim(f"muon {length}", what, "larger (Shah et al. 2025)", ratio, 1.0, math.inf))
-        for rule, size in (("adam", 4), ("timescale", 4), ("muon", 4)):
-            optimizer = "muon" if rule == "muon" else "adamw"
-            for one in regrets(found, optimizer, length):
-                if (one.rule, one.batchsize) == (rule, size * found.reference):
-                    what = f"regret at {size} times the batch size, nats"
-                    made.append(results.Claim(f"{rule} {length}", what, "0", one.regret.value, -math.inf, 0.02))
-    for one in betas(found):
-        if one.arm == "beta2 half-life" and one.batchsize < found.reference:
-            what = f"loss − that of fixed betas at {one.batchsize}, nats"
-            made.append(
-                results.Claim(
-                    "β2 half-life", what, "below 0 (Marek et al. 2025)", one.difference.value, -math.inf, 0.005
-                )
-            )
+        size = 4 * found.reference
+        for rule, optimizer in (("adam", "adamw"), ("timescale", "adamw"), ("muon", "muon")):
+            regret = regrets(found, optimizer, length).get((rule, size))
+            if regret:
+                what = "regret at 4 times the batch size, nats"
+                made.append(results.Claim(f"{rule} {length}", what, "0", regret.value, -math.inf, 0.02))
+        for (arm, size), one in betas(found, length).items():
+            if arm == "beta2 half-life" and size < found.reference:
+                what = f"loss − that of fixed betas at {size}, nats"
+                source = "below 0 (Marek et al. 2025)"
+                made.append(results.Claim("β2 half-life", what, source, one.value, -math.inf, 0.005))
     return made
 
 
@@ -584,44 +598,64 @@ def draw(found: Found, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    lengths = found.lengths()
-    figure, panels = plt.subplots(len(lengths), 3, figsize=(13, 3.6 * len(lengths)), squeeze=False)
-    for (of_lr, of_loss, of_regret), length in zip(panels, lengths, strict=True):
-        for color, optimizer in zip(("C0", "C3", "C2"), found.optimizers(), strict=False):
-            sizes = found.sizes(optimizer, length)
-            optima = [found.optimum(Cell(optimizer, "constant", length, size)) for size in sizes]
-            spread, freedom = found.optimum_spread(optimizer)
-            known = [(size, *optimum) for size, optimum in zip(sizes, optima, strict=True) if optimum]
-            if not known:
-                continue
-            lrs = [2**value for _, value, _ in known]
-            halves = [t_quantile(freedom) * spread / math.sqrt(number) for _, _, number in known]
-            errors = [
-                [lr * (1 - 2**-half) for lr, half in zip(lrs, halves, strict=True)],
-                [lr * (2**half - 1) for lr, half in zip(lrs, halves, strict=True)],
-            ]
-            of_lr.errorbar([size for size, _, _ in known], lrs, errors, color=color, marker="o", label=optimizer)
-            noise_scale = found.noise_scale(optimizer, length)
-            at_reference = found.optimum(Cell(optimizer, "constant", length, found.reference))
-            if noise_scale and at_reference:
-                fine = [sizes[0] * 2 ** (power / 4) for power in range(4 * round(math.log2(sizes[-1] / sizes[0])) + 1)]
-                surges = [2 ** at_reference[0] * surge(noise_scale, size, found.reference) for size in fine]
-                of_lr.plot(fine, surges, color=color, linestyle=":", linewidth=1)
-                of_lr.axvline(noise_scale, color=color, linewidth=0.5)
-            losses = [found.best_loss(Cell(optimizer, "constant", length, size)) for size, _, _ in known]
-            of_loss.plot([size for size, _, _ in known], losses, color=color, marker="o", label=optimizer)
-        of_rules: dict[str, list[tuple[int, float]]] = {}
-        for one in regrets(found, "adamw", length):
-            of_rules.setdefault(one.rule, []).append((one.batchsize, max(one.regret.value, 1e-3)))
-        for rule, points in of_rules.items():
-            of_regret.plot(*zip(*points, strict=True), marker=".", label=rule)
-        of_lr.set(ylabel=f"best lr, {found.samples[length]:,} samples", xscale="log", yscale="log")
-        of_loss.set(ylabel="loss there, nats a byte", xscale="log")
-        of_regret.set(ylabel="AdamW: regret, nats", xscale="log", yscale="log")
-        for axes in (of_lr, of_loss, of_regret):
-            axes.set(xlabel="batch size, windows of 256 bytes")
+    lengths, sizes = found.lengths(), sorted({cell.batchsize for cell in found.cells()})
+    figure, panels = plt.subplots(len(lengths), 4, figsize=(15, 3.7 * len(lengths)), squeeze=False, sharex=True)
+    for row, length in zip(panels, lengths, strict=True):
+        for color, optimizer in zip(("C0", "C2", "C3"), NAMES, strict=True):
+            _draw_best(found, row[0], optimizer, length, color)
+            known = found.sizes(optimizer, length)
+            losses = [found.best_loss(Cell(optimizer, "constant", length, size)) for size in known]
+            row[1].plot(known, losses, color=color, marker="o", label=NAMES[optimizer])
+        for axes, optimizer in zip(row[2:], ("adamw", "muon"), strict=True):
+            _draw_regrets(found, axes, optimizer, length)
+        samples = f"{found.samples[length]:,} samples"
+        row[0].set(yscale="log", title=f"best learning rate, {samples} (dotted: surge)")
+        row[1].set(title=f"loss there, nats per byte, {samples}")
+        for axes in row:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
             axes.grid(alpha=0.2)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=7)
+            axes.title.set_fontsize(9)
+    for axes in panels[0, 1:]:
+        axes.legend(fontsize=7)
+    for axes in panels[-1]:
+        axes.set_xlabel("batch size, windows of 256 bytes")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
+
+
+def _draw_best(found: Found, axes: Any, optimizer: str, length: str, color: str) -> None:
+    """The best learning rates; dotted, what surge predicts; its peak, a triangle, is at the noise scale."""
+    sizes = found.sizes(optimizer, length)
+    optima = [found.optimum(Cell(optimizer, "constant", length, size)) for size in sizes]
+    lrs = [2 ** optimum[0] if optimum else math.nan for optimum in optima]
+    spread, freedom = found.optimum_spread(optimizer)
+    factor = 2 ** (t_quantile(freedom) * spread / math.sqrt(len(found.seeds)))
+    errors = [[lr * (1 - 1 / factor) for lr in lrs], [lr * (factor - 1) for lr in lrs]]
+    axes.errorbar(sizes, lrs, errors, color=color, marker="o", label=NAMES[optimizer])
+    noise_scale = found.noise_scale(optimizer, length)
+    if noise_scale and found.reference in sizes:
+        at_reference = lrs[sizes.index(found.reference)]
+        fine = [sizes[0] * 2 ** (power / 4) for power in range(4 * round(math.log2(sizes[-1] / sizes[0])) + 1)]
+        predicted = [at_reference * surge(noise_scale, size, found.reference) for size in fine]
+        axes.plot(fine, predicted, color=color, linestyle=":", linewidth=1)
+        peak = at_reference * surge(noise_scale, noise_scale, found.reference)
+        axes.plot([noise_scale], [peak], color=color, marker="^")
+
+
+def _draw_regrets(found: Found, axes: Any, optimizer: str, length: str) -> None:
+    points: dict[str, list[tuple[int, float]]] = {}
+    for (rule, size), regret in regrets(found, optimizer, length).items():
+        points.setdefault(rule, []).append((size, regret.value))
+    styles = {"constant": "C7", "root": "C1", "linear": "C4", "surge": "C5", "adamscale": "C9", "timescale": "C8"}
+    for rule, of_sizes in points.items():
+        color, is_dashed = styles.get(rule, "C2" if rule == "muon" else "C0"), rule == "adam:half-life"
+        axes.plot(
+            *zip(*sorted([*of_sizes, (found.reference, 0.0)]), strict=True),
+            color=color,
+            linestyle="--" if is_dashed else "-",
+            marker=".",
+            label=rule,
+        )
+    axes.axhline(0.0, color="black", linewidth=0.5)
+    axes.set(ylim=(-0.15, 1.5), title=f"{NAMES[optimizer]}: regret of rules, {found.samples[length]:,} samples")

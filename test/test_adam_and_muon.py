@@ -23,21 +23,25 @@ LION = {"betas": (0.9, 0.99), "weight_decay": 1.0}
 MUON = {"momentum": 0.95, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
-@pytest.fixture
-def lanes(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "reproduce"))
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "reproduce"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def lanes():
     return importlib.import_module("lanes")
 
 
-@pytest.fixture
-def tables(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "reproduce"))
+@pytest.fixture(scope="module")
+def tables():
     return importlib.import_module("adam_and_muon_tables")
 
 
-@pytest.fixture
-def program(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "reproduce"))
+@pytest.fixture(scope="module")
+def program():
     return importlib.import_module("adam_and_muon")
 
 
@@ -142,17 +146,17 @@ def train_plainly(model, optimizers, windows, batchsize, lr):
     return np.array(noises)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def size(lanes):
     return lanes.Size(width=8, heads=2, layers=2, context=8)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def text(lanes):
     return lanes.Text(lanes.text_of_library(40_000), torch.device("cpu"), block_size=256)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trainer(lanes, size, text):
     def made(*, is_muon=False):
         options = {"num_lanes": 5, "minibatch_size": MINIBATCH_SIZE, "is_compiled": False, "test_windows": 16}
@@ -286,16 +290,20 @@ def test_plan_extends_each_grid_until_the_best_learning_rate_is_inside(middle, p
     found = tables.Found(rows, scale.reference, seeds)
     for optimizer, best in middles.items():
         for length, sizes in scale.batchsizes.items():
-            for size in sizes if optimizer != "muon" else (size for size in sizes if size >= scale.reference):
+            for size in sizes:
                 cell = tables.Cell(optimizer, "constant", length, size)
                 expected = best + math.log2(size / scale.reference) / 2
                 assert abs(math.log2(found.tuned(cell)) - expected) <= 0.5
                 assert found.optimum(cell) == (pytest.approx(expected), 3)
     for one in tables.exponents(found, "adamw"):
         assert one.exponent == (pytest.approx(0.5), pytest.approx(0.0, abs=1e-9))
-    by_size = {one.batchsize: one for one in tables.regrets(found, "adamw", "long") if one.rule == "linear"}
-    assert sorted(by_size) == [64, 256, 1024]
-    assert by_size[64].regret.value == pytest.approx(loss_off(found, middle, 1) - loss_off(found, middle, 0))
+    regrets = tables.regrets(found, "adamw", "long")
+    assert [size for rule, size in regrets if rule == "linear"] == [64, 256, 1024]
+    at_best = loss_off(found, middle, 0)
+    assert regrets["linear", 64].value == pytest.approx(loss_off(found, middle, 1) - at_best)
+    too_low = tables.regrets(found, "adamw", "long", below=4)
+    assert too_low["constant", 64].value == pytest.approx(loss_off(found, middle, -3) - at_best)
+    assert too_low["linear", 64].value == pytest.approx(loss_off(found, middle, -1) - at_best)
 
 
 def loss_off(found, middle, octaves):
@@ -376,6 +384,25 @@ def test_muon_keeps_its_efficiency_further_by_the_samples_that_a_batch_size_cost
     assert ratios["muon long"].ours == pytest.approx(2 ** (worth / 0.02 - worth / 0.04), rel=0.01)
 
 
+def test_ratio_of_samples_is_that_of_the_lengths_where_muon_reaches_in_the_short_one_what_adamw_reaches_in_the_long_one(
+    tables,
+):
+    rows = []
+    for optimizer, length, samples, loss in (
+        ("adamw", "short", 1000, 1.4),
+        ("muon", "short", 1000, 1.1),
+        ("adamw", "long", 4000, 1.0),
+        ("muon", "long", 4000, 0.9),
+    ):
+        rows += grid(optimizer, length, 16, 2.0**-8, loss, samples, spread=0.0001)
+    found = tables.Found(rows, 16, [0, 1, 2])
+    # AdamW needs ¾ of the way from 1.4 to 1.0 for 1.1; Muon half of that from 1.1 to 0.9 for 1.0
+    for is_short, expected in ((True, 4**0.75), (False, 4**0.5)):
+        middle, low, high = tables.samples_ratio(found, 16, is_short=is_short)
+        assert middle == pytest.approx(expected, rel=0.01)
+        assert low < middle < high < 1.01 * low
+
+
 def test_surge_is_fitted_to_the_best_learning_rates(tables):
     lrs = {4: 2.0**-9, 16: 2.0**-8, 64: 2.0**-8, 256: 2.0**-9}  # symmetric around 32
     rows = [
@@ -384,8 +411,8 @@ def test_surge_is_fitted_to_the_best_learning_rates(tables):
     found = tables.Found(rows, 16, [0, 1, 2])
     assert found.noise_scale("adamw", "short") == 32.0
     assert tables.peak_of_surge(found, "adamw", "short")[0] == 32.0
-    places = {(one.begin, one.end): (one.place, one.exponent.value) for one in tables.exponents(found, "adamw")}
-    assert places == {(4, 16): ("below", 0.5), (16, 64): ("at", 0.0), (64, 256): ("beyond", -0.5)}
+    values = {(one.begin, one.end): one.exponent.value for one in tables.exponents(found, "adamw")}
+    assert values == {(4, 16): 0.5, (16, 64): 0.0, (64, 256): -0.5}
     expected = math.log2(2 * (32 + 4) / (32 + 16)) / 2  # √S · (Bn + B0) / (Bn + B)
     assert tables.exponents(found, "adamw")[0].of_surge == pytest.approx(expected)
 
@@ -396,15 +423,15 @@ def test_regret_and_betas_compare_the_same_seeds(tables):
     found_by_seed = (1.30, 1.32, 1.34)  # beside 1.04, 1.05, 1.06 of the best arm
     rows += [row("adamw", "adam", "short", 64, 2.0**-8, seed, loss, 1000) for seed, loss in enumerate(found_by_seed)]
     found = tables.Found(rows, 16, [0, 1, 2])
-    regret = {one.rule: one.regret for one in tables.regrets(found, "adamw", "short")}
+    regret = {rule: value for (rule, _), value in tables.regrets(found, "adamw", "short").items()}
     assert set(regret) == {"constant", "root", "linear", "adam"}
     assert regret["adam"].value == pytest.approx(0.27)
     assert regret["root"].value == pytest.approx(0.05)
     assert regret["constant"].value == pytest.approx(0.15)
     # the spread of the differences is 0.01 once and 0 three times, with 8 degrees of freedom in all
     assert regret["adam"].half == pytest.approx(2.306 * math.sqrt(2 * 0.01**2 / 8) / math.sqrt(3), rel=0.01)
-    (one,) = tables.betas(found)
-    assert (one.arm, one.batchsize, one.difference.value) == ("half-lives", 64, pytest.approx(-0.05))
+    ((key, difference),) = tables.betas(found, "short").items()
+    assert (key, difference.value) == (("half-lives", 64), pytest.approx(-0.05))
 
 
 def test_best_learning_rate_moves_where_more_seeds_say_so(tables):
@@ -420,6 +447,22 @@ def test_best_learning_rate_moves_where_more_seeds_say_so(tables):
     rows += [row("adamw", "constant", "short", 16, 2.0**-6, seed, 1.0, 1000) for seed in range(3)]
     found = tables.Found(rows, 16, [0, 1, 2])
     assert (found.best(cell), found.tuned(cell)) == (2.0**-7, 2.0**-7)
+
+
+def test_tables_of_the_page_are_those_of_the_committed_runs(program, tables):
+    results = importlib.import_module("results")
+    rows = tables.with_noise(
+        {
+            "rows": results.read(results.csv_of("adam_and_muon")),
+            "curve": results.read(results.curves_of("adam_and_muon")),
+        }
+    )
+    printed = tables.markdown(tables.Found(rows, program.FULL.reference, [0, 1, 2])).splitlines()
+    page = (ROOT / "docs" / "reproduced.md").read_text(encoding="utf-8")
+    section = page.split("## AdamW, Muon and Lion\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ") and "---" not in line]
+    assert len(lines) > 30
+    assert [line for line in lines if line not in printed] == []
 
 
 # ----------------------------------------------------------------------------------------------------- the program
@@ -451,11 +494,19 @@ def test_stopped_program_resumes_with_the_missing_runs(tmp_path):
     code, output = ended(tmp_path, "--seeds", "0")
     assert code == 0, output
     again = (tmp_path / "results.jsonl").read_text().splitlines()
-    assert again[:-40] == lines[:-40]
-    losses = [
-        sorted((*map(str, list(row.values())[:6]), row["loss"]) for row in map(json.loads, part))
-        for part in (lines, again)
-    ]
-    assert [one[:6] for one in losses[0]] == [one[:6] for one in losses[1]]
-    assert [one[6] for one in losses[0]] == pytest.approx([one[6] for one in losses[1]], rel=1e-4)
+    assert again[: len(lines) - 40] == lines[:-40]
+    before, after = (
+        {tuple(list(row.values())[:6]): row["loss"] for row in map(json.loads, part)} for part in (lines, again)
+    )
+    assert len(after) == len(again)
+    # which ones extend a grid depends on the runs that were there at the time
+    both = before.keys() & after.keys()
+    assert len(both) > len(lines) - 10
+    assert [after[job] for job in both] == pytest.approx([before[job] for job in both], rel=1e-4)
     assert "## Exponents of the best learning rate" in (tmp_path / "tables.md").read_text()
+
+
+def test_runs_of_another_text_are_not_continued(tmp_path):
+    (tmp_path / "results.jsonl").write_text(json.dumps({"text_crc32": "0123abcd"}) + "\n")
+    failed = forked.run(start, tmp_path, folder=ROOT, environment={"PYTHONPATH": str(ROOT)})
+    assert "results.jsonl: made with another text, of crc32 0123abcd: pass it as --text" in failed.stderr
