@@ -117,7 +117,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     loader = vbs.DataLoader(text.train, trace=stages, minibatch_size=MINIBATCH, collate_fn=padded)
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     optimizer = vbs.Optimizer(
-        inner, loader, rule="adam:half-life", ref_batchsize=REF_BATCHSIZE, clip_grad_norm=1.0, measure_noise=True
+        inner, loader, rule="root", ref_batchsize=REF_BATCHSIZE, clip_grad_norm=1.0, measure_noise=True
     )
 
     # warm-up over the first tenth of the tokens, then a cosine to 0 at the last token

@@ -48,7 +48,7 @@ def main(share: float = 1.0) -> None:
     trace = vbs.traces.rampup(16, 16, len(train) // 2, final=64)
     loader = vbs.DataLoader(train, trace=trace, minibatch_size=16, on_end="hold")
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
-    optimizer = vbs.Optimizer(inner, loader, rule="adam:half-life", ref_batchsize=16, clip_grad_norm=1.0)
+    optimizer = vbs.Optimizer(inner, loader, rule="root", ref_batchsize=16, clip_grad_norm=1.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, EPOCHS * (len(train) // 16), cycle_momentum=False)
     optimizer.attach(scheduler, per="samples")
     log = vbs.Log(optimizer, every=50, to=[vbs.Console()])

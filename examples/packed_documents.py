@@ -104,7 +104,7 @@ def train(options: argparse.Namespace) -> list[tuple[str, str]]:
     torch.manual_seed(0)
     model = GPT(vocabulary)
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    optimizer = vbs.Optimizer(inner, budget, rule="adam:half-life", ref_batchsize=2048, model=model)
+    optimizer = vbs.Optimizer(inner, budget, rule="root", ref_batchsize=2048, model=model)
     optimizer.attach(vbs.Log(optimizer, every=10, to=[vbs.Console()]))
     for _ in optimizer.epochs(1):
         for minibatch in loader:
