@@ -271,7 +271,7 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, scale: Scale) -> None:
         self._scale = scale
-        self._is_compiled = options.device != "cpu" and not options.eager
+        self._is_compiled = options.device != "cpu"
         device = torch.device(options.device)
         text = options.text.read_bytes()[: scale.text_bytes] if options.text else text_of_library(scale.text_bytes)
         self.text_crc32 = f"{zlib.crc32(text):08x}"
@@ -405,6 +405,5 @@ if __name__ == "__main__":
     parser.set_defaults(seeds=[0, 1, 2])
     parser.add_argument("--text", type=Path, metavar="FILE", help="any text (default: Python's standard library)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after that time (default: never)")
-    parser.add_argument("--eager", action="store_true", help="do not use torch.compile, only CUDA graphs")
     parser.add_argument("--finish", action="store_true", help="report the runs that are there, and make no others")
     sys.exit(experiment.main(EXPERIMENT, parser))

@@ -91,17 +91,13 @@ class Found:
         """The losses of one seed by learning rate."""
         return {lr: losses[seed] for lr, losses in self._losses.get(cell, {}).items() if seed in losses}
 
-    def best_of_seed(self, cell: Cell, seed: int) -> float | None:
-        losses = self.of_seed(cell, seed)
-        return min(losses, key=losses.__getitem__) if losses else None
-
     def best(self, cell: Cell) -> float | None:
         """The learning rate with the best mean so far; None while the grid of the first seed is open at that end.
 
         From the best one of the first seed, it moves to a neighbour with a better mean of all seeds.
         """
         of_first = self.of_seed(cell, self.seeds[0])
-        best = self.best_of_seed(cell, self.seeds[0])
+        best = min(of_first, key=of_first.__getitem__, default=None)
         for _ in of_first:
             if best is None or not {best / 2, best * 2} <= of_first.keys():
                 return None
@@ -229,6 +225,11 @@ def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     return (math.sqrt(squares / freedom), freedom) if freedom else (math.nan, 0)
 
 
+def half_width(spread: float, freedom: int, number: float) -> float:
+    """Of the 95 % interval of a mean of that many values, with their standard deviation and its degrees of freedom."""
+    return t_quantile(freedom) * spread / math.sqrt(number)
+
+
 def t_quantile(freedom: int) -> float:
     """The 97.5 % quantile of Student's t by its expansion around the normal one; 1 % off at 3 degrees of freedom."""
     if freedom < 1:
@@ -260,7 +261,7 @@ def exponents(found: Found, optimizer: str) -> list[Exponent]:
                 continue
             (first, num_first), (last, num_last) = ends  # type: ignore[misc]
             octaves = math.log2(end / begin)
-            half = t_quantile(freedom) * spread * math.sqrt(1 / num_first + 1 / num_last) / octaves
+            half = half_width(spread, freedom, 1 / (1 / num_first + 1 / num_last)) / octaves
             of_surge = math.log2(surge(noise_scale, end, begin)) / octaves if noise_scale else None
             made.append(Exponent(length, begin, end, Interval((last - first) / octaves, half), of_surge))
     return made
@@ -413,11 +414,9 @@ def betas(found: Found, length: str) -> dict[tuple[str, int], Interval]:
 
 def intervals(groups: Mapping[tuple[str, int], Sequence[float]]) -> dict[tuple[str, int], Interval]:
     """Of the means, with the spread of all groups; no width for a run compared with itself."""
-    spread, freedom = pooled([group for group in groups.values() if any(group)])
+    spread = pooled([group for group in groups.values() if any(group)])
     return {
-        key: Interval(
-            statistics.fmean(group), t_quantile(freedom) * spread / math.sqrt(len(group)) if any(group) else 0.0
-        )
+        key: Interval(statistics.fmean(group), half_width(*spread, len(group)) if any(group) else 0.0)
         for key, group in groups.items()
         if group
     }
@@ -446,11 +445,9 @@ def _best_tables(found: Found) -> Iterator[str]:
     """Learning rates and losses, by batch size."""
     lrs, losses, sizes = [], [], sorted({cell.batchsize for cell in found.cells()})
     for optimizer in found.optimizers():
-        spread, freedom = found.optimum_spread(optimizer)
-        factor = 2 ** (t_quantile(freedom) * spread / math.sqrt(len(found.seeds)))
+        factor = 2 ** half_width(*found.optimum_spread(optimizer), len(found.seeds))
         for arm, length in product(("constant", *ARMS), found.lengths()):
-            of_spread, of_freedom = found.loss_spread(optimizer, length)
-            half = t_quantile(of_freedom) * of_spread / math.sqrt(len(found.seeds))
+            half = half_width(*found.loss_spread(optimizer, length), len(found.seeds))
             name = NAMES[optimizer] + (f", {arm}" if arm != "constant" else "")
             line = {"optimizer": name, "samples": f"{found.samples[length]:,}"}
             cells = [Cell(optimizer, arm, length, size) for size in found.sizes(optimizer, length, arm)]
@@ -629,8 +626,7 @@ def _draw_best(found: Found, axes: Any, optimizer: str, length: str, color: str)
     sizes = found.sizes(optimizer, length)
     optima = [found.optimum(Cell(optimizer, "constant", length, size)) for size in sizes]
     lrs = [2 ** optimum[0] if optimum else math.nan for optimum in optima]
-    spread, freedom = found.optimum_spread(optimizer)
-    factor = 2 ** (t_quantile(freedom) * spread / math.sqrt(len(found.seeds)))
+    factor = 2 ** half_width(*found.optimum_spread(optimizer), len(found.seeds))
     errors = [[lr * (1 - 1 / factor) for lr in lrs], [lr * (factor - 1) for lr in lrs]]
     axes.errorbar(sizes, lrs, errors, color=color, marker="o", label=NAMES[optimizer])
     noise_scale = found.noise_scale(optimizer, length)
