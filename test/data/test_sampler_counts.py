@@ -33,6 +33,11 @@ def make_optimizer(sampler, model=None):
     return model, vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=SIZE)
 
 
+def make():
+    sampler = make_sampler()
+    return sampler, *make_optimizer(sampler)
+
+
 def loader_of(sampler, num_workers=0, **options):
     # prefetching is 2 minibatches a worker
     return DataLoader(DATA, batch_sampler=sampler, num_workers=num_workers, **options)
@@ -71,8 +76,7 @@ LEFT_OUT = r"^step\(\) of LinearRuleOptimizer was not called for at least {} of 
 
 @workers
 def test_loader_without_the_sampler_raises_at_the_first_step(num_workers):
-    sampler = make_sampler()
-    model, optimizer = make_optimizer(sampler)
+    sampler, model, optimizer = make()
     before = weights_of(model)
     sampler.set_epoch(0)
     minibatch = next(iter(DataLoader(DATA, batch_size=2 * SIZE, num_workers=num_workers)))
@@ -90,8 +94,7 @@ def test_loader_without_the_stream_raises_at_the_first_step():
 
 
 def test_a_pass_that_is_not_read_raises_though_an_earlier_one_was():
-    sampler = make_sampler()
-    model, optimizer = make_optimizer(sampler)
+    sampler, model, optimizer = make()
     for _ in optimizer.epochs(1):
         train(model, optimizer, loader_of(sampler), loss_of)
     sampler.set_epoch(1)
@@ -106,8 +109,7 @@ def test_sampler_passed_as_sampler_instead_of_batch_sampler_raises(options):
 
 
 def test_sampler_of_a_loader_that_does_not_batch_is_accepted():
-    sampler = make_sampler()
-    model, optimizer = make_optimizer(sampler)
+    sampler, model, optimizer = make()
     train(model, optimizer, DataLoader(DATA, sampler=sampler, batch_size=None), loss_of)
     assert_expected(model, optimizer)
 
@@ -147,8 +149,7 @@ def test_minibatches_that_are_left_out_at_the_start_raise_where_the_next_pass_be
 @workers
 @pytest.mark.parametrize("kind", ["epochs", "checkpoint"])
 def test_minibatches_that_are_left_out_at_the_start_raise_where_the_last_epoch_ends(kind, num_workers, tmp_path):
-    sampler = make_sampler()
-    model, optimizer = make_optimizer(sampler)
+    sampler, model, optimizer = make()
     checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer)
     with pytest.raises(RuntimeError, match=LEFT_OUT.format(2, 0)):
         for _ in optimizer.epochs(1) if kind == "epochs" else checkpoint.epochs(1):
@@ -175,8 +176,7 @@ def test_second_optimizer_that_steps_every_third_minibatch_raises(which, num_wor
 
 @workers
 def test_step_twice_for_a_minibatch_raises(num_workers):
-    sampler = make_sampler()
-    model, optimizer = make_optimizer(sampler)
+    sampler, model, optimizer = make()
     with pytest.raises(
         RuntimeError, match=r"^step\(\) was called for minibatch \d+ of epoch 0, but this pass has read only \d+"
     ):
@@ -221,8 +221,7 @@ def test_inner_optimizer_may_be_used_outside_of_a_pass_and_by_two_wrappers():
 
 @workers
 def test_new_optimizer_within_a_pass_raises(num_workers):
-    sampler = make_sampler()
-    model, optimizer = make_optimizer(sampler)
+    sampler, model, optimizer = make()
     with pytest.raises(RuntimeError, match=r"^the optimizer was made, or set to epoch 0, when .*call set_epoch\(\)"):
         for number, minibatch in enumerate(loader_of(sampler, num_workers)):
             if number == 4:
@@ -233,8 +232,7 @@ def test_new_optimizer_within_a_pass_raises(num_workers):
 
 
 def test_new_optimizer_within_a_pass_is_allowed_after_set_epoch():
-    sampler = make_sampler()
-    model, optimizer = make_optimizer(sampler)
+    sampler, model, optimizer = make()
     sampler.set_epoch(0)
     train(model, optimizer, (DATA[indices] for indices in itertools.islice(sampler, 4)), loss_of)
     model, second = make_optimizer(sampler, model)
@@ -244,8 +242,7 @@ def test_new_optimizer_within_a_pass_is_allowed_after_set_epoch():
 
 
 def test_new_optimizer_that_is_set_to_the_same_epoch_begins_another_pass():
-    sampler = make_sampler()
-    _, optimizer = make_optimizer(sampler)
+    sampler, _, optimizer = make()
     optimizer.set_epoch(0)
     for _ in itertools.islice(sampler, 2):
         optimizer.step()
@@ -260,8 +257,7 @@ def test_new_optimizer_that_is_set_to_the_same_epoch_begins_another_pass():
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_passes_one_after_another(options):
-    sampler = make_sampler()
-    model, optimizer = make_optimizer(sampler)
+    sampler, model, optimizer = make()
     loader = loader_of(sampler, **options)
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -305,8 +301,7 @@ def read_in_a_thread(minibatches):
 @workers
 @pytest.mark.parametrize("read", [read_at_once, read_one_ahead, read_in_pieces, read_in_a_thread])
 def test_loops_may_read_ahead(read, num_workers):
-    sampler = make_sampler()
-    model, optimizer = make_optimizer(sampler)
+    sampler, model, optimizer = make()
     for _ in optimizer.epochs(2):
         train(model, optimizer, read(loader_of(sampler, num_workers)), loss_of)
     assert_expected(model, optimizer, 2)
@@ -318,8 +313,7 @@ def test_passes_may_be_left_early(read, num_workers):
     # starting workers takes long
     for last in (3,) if num_workers else range(MINIBATCHES - 1):
         for is_before_step in (False, True):
-            sampler = make_sampler()
-            _, optimizer = make_optimizer(sampler)
+            sampler, _, optimizer = make()
             for epoch in range(2):
                 sampler.set_epoch(epoch)
                 for number, _ in enumerate(read(sampler if num_workers == 0 else loader_of(sampler, 2))):
@@ -331,8 +325,7 @@ def test_passes_may_be_left_early(read, num_workers):
 
 
 def test_an_optimizer_may_stop_within_a_pass_or_leave_passes_to_another():
-    sampler = make_sampler()
-    _, optimizer = make_optimizer(sampler)
+    sampler, _, optimizer = make()
     _, other = make_optimizer(sampler)
     for epoch in optimizer.epochs(4):
         for number, _ in enumerate(sampler):
@@ -343,8 +336,7 @@ def test_an_optimizer_may_stop_within_a_pass_or_leave_passes_to_another():
 
 
 def test_pass_that_is_only_read_is_allowed():
-    sampler = make_sampler()
-    model, optimizer = make_optimizer(sampler)
+    sampler, model, optimizer = make()
     assert len(list(loader_of(sampler))) == MINIBATCHES
     for _ in optimizer.epochs(1):
         train(model, optimizer, loader_of(sampler), loss_of)
