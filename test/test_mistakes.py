@@ -361,7 +361,7 @@ MISTAKES = {
     ),
     "something else": (
         lambda: Run().attach(print),
-        "attach() takes a scheduler of torch, a vbs.Log or a vbs.Checkpoint",
+        "attach() takes a scheduler of torch, a vbs.Log, a vbs.Checkpoint",
     ),
     "a log without a loss": (
         lambda: (run := Run()).attach(vbs.Log(run.optimizer, every=1, to=[])).train(),

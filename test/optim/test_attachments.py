@@ -228,7 +228,7 @@ def test_copy_of_an_optimizer_has_nothing_attached():
     _, _, optimizer = make()
     log = vbs.Log(optimizer, every=1, to=[lambda record: None])
     optimizer.attach(log, MAKE["cosine"](optimizer))
-    assert copy.deepcopy(optimizer)._attachments.is_empty
+    assert not copy.deepcopy(optimizer)._attachments.parts
 
 
 def test_epochs_by_default_are_those_of_the_trace():
@@ -269,7 +269,7 @@ def _log_of(other):
 WRONG = {
     "no part": (
         lambda optimizer, other: optimizer.attach(print),
-        r"attach\(\) takes a scheduler of torch, a vbs.Log or",
+        r"attach\(\) takes a scheduler of torch, a vbs.Log, a",
     ),
     "scheduler twice": (
         lambda optimizer, other: optimizer.attach(*[MAKE["cosine"](optimizer)] * 2),

@@ -163,7 +163,7 @@ def test_another_optimizer_with_its_own_loader_is_refused(alone):
 
 def test_the_buffers_of_a_skipped_step_are_those_before_it_although_a_core_has_died_within(alone):
     run = Run(skip_nonfinite=True)
-    norm, steps = run.model[1], run.optimizer._steps
+    norm, steps = run.model[1], run.optimizer._engine.steps
     for _ in run.optimizer.epochs():
         for number, (x,) in enumerate(run.loader):
             if not number:

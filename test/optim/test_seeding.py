@@ -70,7 +70,7 @@ class Core:
             is_on, self.sampler, self.position, self.model.weight, self.model if model is None else None
         )
         self.seeds.watch(True)
-        self._on_request = self.seeds.on_request
+        self._on_request = lambda is_first: self.seeds.on_request(is_first=is_first)
         self._runs = self.sampler.new_count()
         self.sampler.attach(self)
 

@@ -166,7 +166,7 @@ def test_resuming_is_shown_once_with_and_without_a_configuration_of_logging(tmp_
 def test_keys_of_a_checkpoint_are_stable(tmp_path):
     Run(tmp_path).checkpoint.save()
     where = ["epoch", "epoch_step", "past", "steps_of_epochs"]
-    parts = ["logs", "metrics", "model", "optimizer", "random", "schedulers"]
+    parts = ["metrics", "model", "optimizer", "parts", "random", "schedulers"]
     which = ["changes", "format", "run", "sums_gradients", "version"]
     assert sorted(state_file.load(tmp_path / "step-000000000.pt")) == sorted(where + parts + which)
 

@@ -180,7 +180,7 @@ def test_a_norm_that_was_not_measured_is_nan():
     log = vbs.Log(optimizer, every=1, to=[records.append])
 
     def log_without_norm(loss):
-        optimizer.gradient_norm = None
+        optimizer._gradient_norm.latest = None
         log.step(loss)
 
     train(model, sampler, optimizer, log_without_norm, minibatches=2)

@@ -8,13 +8,18 @@ from torch.utils.hooks import RemovableHandle
 
 from variable_batch_size.cores.communicator import Communicator, each_element_once
 from variable_batch_size.cores.detect import communicator_for
+from variable_batch_size.data.cursor import StepPlan
+from variable_batch_size.optim.flow import Outcome
 from variable_batch_size.optim.module_hooks import add_hook
+from variable_batch_size.optim.parts.part import Part
+from variable_batch_size.optim.run import Run
+from variable_batch_size.rules.rule import Step
 
 # a buffer's module, name, tensor and version, and a copy of its values; None for one that is not created yet
 _Saved = tuple[torch.nn.Module, str, torch.Tensor | None, int, torch.Tensor | None]
 
 
-class Buffers:
+class Buffers(Part):
     """Takes a snapshot of a model's buffers before a step, and restores it if the rank's minibatches do not count.
 
     The snapshot is taken at the end of the previous step. If the buffers change after that, for example because the
@@ -24,7 +29,7 @@ class Buffers:
     """
 
     def __init__(self, model: torch.nn.Module | None, communicator: Communicator, *, may_skip: bool = False) -> None:
-        self._model, self._communicator = model, communicator
+        self.model, self._communicator = model, communicator
         self._is_one_program = communicator.is_one_program
         self._before_step: list[_Saved] = []
         self._before_padding: list[_Saved] = []
@@ -33,11 +38,38 @@ class Buffers:
         self._is_watching = self.is_on = False
         self.expect_skips(may_skip)
 
+    def begin_pass(self, run: Run) -> None:
+        self._run = run
+        if not self._is_one_program:
+            self.expect_skips(True)  # until the first minibatch shows whether a GradScaler is in use
+        self.snapshot(run.cursor.plan.is_idle)
+
+    def on_request(self, *, is_first: bool, is_run_next: bool) -> None:
+        if is_run_next and not self._run.cursor.is_accumulating and not self._is_one_program:
+            self.expect_changes()
+
+    def after_backward(self, plan: StepPlan) -> None:
+        if plan.is_padding and not plan.is_idle:
+            self.restore_before_padding()
+
+    def after_step(self, plan: StepPlan, step: Step, outcome: Outcome) -> None:
+        if self.is_on:
+            self.restore(plan.is_idle or outcome.reason is not None, outcome.is_skipped)
+            upcoming = self._run.cursor.next
+            self.snapshot(upcoming is not None and upcoming.is_idle)
+
+    def before_minibatch(self, upcoming: StepPlan | None) -> None:
+        if self._run.is_over:
+            self.expect_skips(True)  # of minibatches that a loader has read ahead
+            self.snapshot(True)
+        if upcoming is not None and upcoming.is_padding and not upcoming.is_idle:
+            self.snapshot_before_padding()
+
     def expect_skips(self, may_skip: bool) -> None:
         """Set whether, from now on, the update of a rank that is not idle may be skipped."""
         self._is_always_saved, was_on = self._is_one_program or may_skip, self.is_on
         # whether there may be anything to restore
-        self.is_on = self._model is not None and (self._communicator.num_replicas > 1 or may_skip)
+        self.is_on = self.model is not None and (self._communicator.num_replicas > 1 or may_skip)
         if self.is_on != was_on:
             self.watch(self._is_watching)
 
@@ -46,8 +78,8 @@ class Buffers:
         self._is_watching = is_on
         for hook in self._hooks:
             hook.remove()
-        modules = self._model.modules() if self._model is not None and self.is_on and is_on else ()
-        watched = [module for module in modules if module is self._model or module._buffers]
+        modules = self.model.modules() if self.model is not None and self.is_on and is_on else ()
+        watched = [module for module in modules if module is self.model or module._buffers]
         self._hooks = [add_hook(module, self._before_forward) for module in watched]
 
     def snapshot(self, is_idle: bool) -> None:
@@ -109,7 +141,7 @@ class Buffers:
             self._communicator.flush()  # else it would be part of another graph on a rank with more minibatches
 
     def _named_buffers(self) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor | None]]:
-        for module in self._model.modules() if self._model is not None else ():
+        for module in self.model.modules() if self.model is not None else ():
             yield from ((module, name, buffer) for name, buffer in module._buffers.items())
 
     def _copies(self) -> list[_Saved]:

@@ -80,6 +80,9 @@ class Flow:
         inner: the inner optimizer.
         communicator: of the cores.
         is_read: whether the host must read each step on XLA, which also shows which parameters have a gradient.
+
+    Attributes:
+        skips: whether updates with gradients that are not finite are skipped.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Flow:
     ) -> None:
         self.rule, self.scaler, self.meter, self.inner = rule, scaler, meter, inner
         self.num_skipped = 0
+        self.skips = False
         self._measures = rule.measures_noise or meter is not None
         self._communicator, self._is_traced = communicator, communicator.is_one_program
         self._device = parameters_of(inner)[0].device
@@ -117,8 +121,9 @@ class Flow:
         """Whether checking for non-finite gradients costs no extra wait."""
         return self._measures and self.way != "one step late"
 
-    def scale(self, step: Step, gradient: StepGradient, *, skips: bool) -> Outcome:
+    def scale(self, step: Step, gradient: StepGradient) -> Outcome:
         """Observe the gradient of a step, and return its factors; or skip it."""
+        skips = self.skips
         if gradient.weighs_nothing:
             return Outcome([], _NOTHING)
         is_weight_traced = gradient.weight is not None and self._is_traced

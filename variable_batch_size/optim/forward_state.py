@@ -17,7 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from variable_batch_size.cores.communicator import each_element_once
 from variable_batch_size.cores.devices import module_of
 from variable_batch_size.cores.dtensor import is_dtensor, to_local
+from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.optim.module_hooks import add_hook, add_hook_to_all
+from variable_batch_size.optim.parts.part import Part
+from variable_batch_size.optim.run import Run
 from variable_batch_size.optim.wrappers import Wrappers
 
 logger = logging.getLogger(__name__)
@@ -47,7 +50,7 @@ class _Seen(NamedTuple):
     content: Any  # a copy of the bytes of a tensor, or the state of a generator; None where it is not copied
 
 
-class ForwardState:
+class ForwardState(Part):
     """Raises in exact mode, and logs a warning otherwise, if a forward pass in training changes state of the model.
 
     The vectors of ``spectral_norm``, a running scale, a codebook, a counter and a generator of the model's own depend
@@ -79,7 +82,7 @@ class ForwardState:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_found": [], "_hooks": [], "_before": []}  # modules that were found are not copied
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, run: Run) -> None:
         if self._is_on:
             self.num_left, self._has_run = _NUM_MINIBATCHES, False
 
@@ -92,8 +95,8 @@ class ForwardState:
         if is_on and self.num_left and self._misses_some():
             self._hooks.append(add_hook_to_all(self._before_any_forward))
 
-    def on_request(self) -> None:
-        """When the loop requests a minibatch; it may do so after the forward pass of the one before."""
+    def on_request(self, *, is_first: bool, is_run_next: bool) -> None:
+        """The loop may request a minibatch after the forward pass of the one before."""
         if self.num_left and not self._has_run:
             self._before = [self._see(*found) for found in self._attributes(self._roots())]
 
@@ -117,8 +120,10 @@ class ForwardState:
             is_known = seen is not None and seen.value is value and seen.version == _version_of(value)
             self._before.append(seen if seen is not None and is_known else self._see(path, module, name, value))
 
-    def check(self, rank: int) -> None:
-        """After the backward pass of a minibatch: raise or warn if the forward pass has changed something."""
+    def after_backward(self, plan: StepPlan) -> None:
+        """Raise or warn if the forward pass has changed something."""
+        if not self.num_left:
+            return
         self.num_left, self._has_run = self.num_left - 1, False
         now = {seen.module: _attributes_of(seen.module) for seen in self._before}
         with torch.no_grad():
@@ -139,7 +144,7 @@ class ForwardState:
                 "`ignored_state` if it has no influence on the loss, or train with exact=False"
             )
         self._is_on, self.num_left = False, 0
-        if rank == 0:
+        if self._wrappers.communicator.rank == 0:
             logger.warning(
                 "The forward pass changes %s, on each core for its own minibatches. If this has influence on the loss, "
                 "the weights depend on the number of cores: change it once a step instead, after step() has returned "

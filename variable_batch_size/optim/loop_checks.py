@@ -11,15 +11,18 @@ from torch.optim import Optimizer
 
 from variable_batch_size.data.cursor import RunCount
 from variable_batch_size.data.sampler import MinibatchSource
-from variable_batch_size.optim.gradients.accumulator import GradientAccumulator
+from variable_batch_size.optim.gradients.accumulator import GradientAccumulator, StepGradient
+from variable_batch_size.optim.parts.part import Part
+from variable_batch_size.optim.run import Run
 from variable_batch_size.optim.seeding import MinibatchSeeder
+from variable_batch_size.rules.rule import Step
 
 logger = logging.getLogger(__name__)
 
 updates = threading.local()  # `is_running`: whether an optimizer of this library calls step() of an inner one
 
 
-class LoopChecks:
+class LoopChecks(Part):
     """What an optimizer checks before the first minibatch of a pass, and when several optimizers share a sampler."""
 
     def __init__(
@@ -28,11 +31,12 @@ class LoopChecks:
         sampler: MinibatchSource,
         accumulator: GradientAccumulator,
         seeder: MinibatchSeeder,
+        run: Run,
         *,
         exact: bool,
     ) -> None:
         self._parameters, self._sampler = parameters, sampler
-        self._accumulator, self._seeder, self._exact = accumulator, seeder, exact
+        self._accumulator, self._seeder, self._run, self._exact = accumulator, seeder, run, exact
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
     def check_closure(self) -> None:
@@ -87,8 +91,10 @@ class LoopChecks:
         is_frozen = not any(p.requires_grad for p in self._parameters())
         return is_frozen or self._seeder.has_run or self._accumulator.has_gradients()
 
-    def warn_without_gradients(self) -> None:
+    def before_update(self, step: Step, gradient: StepGradient) -> None:
         """Warn if nothing will be trained: a minibatch may be left out, but hardly all of the first step."""
+        if self._run.steps_made:
+            return
         if self._sampler.rank == 0 and all(p.grad is None for p in self._parameters()):
             logger.warning(
                 "No parameter has a gradient in the first step. Call backward() before step(), on the loss of the "

@@ -8,6 +8,12 @@ import torch
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.dtensor import to_locals
 from variable_batch_size.data.cursor import StepPlan
+from variable_batch_size.optim.buffers import Buffers
+from variable_batch_size.optim.flow import Flow
+from variable_batch_size.optim.gradients.accumulator import GradientAccumulator, StepGradient
+from variable_batch_size.optim.parts.part import Part
+from variable_batch_size.optim.run import Run
+from variable_batch_size.rules.rule import Step
 
 
 class LossScale:
@@ -68,17 +74,18 @@ class LossScale:
         self._end_step(plan)
         return inverse
 
-    def leave_out(self, plan: StepPlan, *, has_gradients: bool) -> None:
-        """Take a minibatch that no GradScaler has scaled: usually one without a backward pass."""
+    def leave_out(self, plan: StepPlan, *, has_gradients: bool) -> bool:
+        """Take a minibatch that no GradScaler has scaled, as one without a backward pass; returns `is_absent`."""
         if self._everyone is not None and self._was_used and not has_gradients:
             rule = "with GradScaler and fully_shard, a minibatch must not be left out"
             raise RuntimeError(f"{rule}, as the other ranks would wait for this one: multiply its loss by 0 instead")
         if not self.is_used:
             self.is_absent = has_gradients
-            return
+            return self.is_absent
         if self._is_summed and has_gradients:
             self._refuse_mix()
         self._end_step(plan)
+        return self.is_absent
 
     def _end_step(self, plan: StepPlan) -> None:
         """After the last minibatch of a step: check its scales, and unscale the sum of its gradients."""
@@ -131,6 +138,51 @@ class LossScale:
                 "with `gradient_as_bucket_view`, the scale of GradScaler must not change within a step, as autograd "
                 f"sums its gradients, got {scales}: use a large growth_interval, or `gradient_as_bucket_view=False`"
             )
+
+
+class Unscaling(Part):
+    """Divides the gradients of each minibatch by the scale of the GradScaler, if one has called ``step()``.
+
+    Attributes:
+        given: ``grad_scale`` and ``found_inf`` that a GradScaler has set for the latest minibatch.
+    """
+
+    def __init__(
+        self,
+        loss_scale: LossScale,
+        gradients: GradientAccumulator,
+        buffers: Buffers,
+        flow: Flow,
+        communicator: Communicator,
+        *,
+        skips: bool,  # whether updates are skipped without a GradScaler, too
+    ) -> None:
+        self._loss_scale, self._gradients, self._buffers, self._flow = loss_scale, gradients, buffers, flow
+        self._is_one_program, self._skips = communicator.is_one_program, skips
+        self.given: tuple[torch.Tensor | None, Any] | None = None
+
+    def begin_pass(self, run: Run) -> None:
+        self._loss_scale.reset()
+
+    def before_first_minibatch(self) -> None:
+        self._loss_scale.reset()
+
+    def after_backward(self, plan: StepPlan) -> None:
+        given, self.given = self.given, None
+        if given is not None:
+            if self._is_one_program and not self._skips:
+                raise RuntimeError("GradScaler on XLA needs an optimizer with `skip_nonfinite=True`")
+            self._gradients.inverse_scale = self._loss_scale.unscale_(plan, *given)
+            if not self._is_one_program:
+                self._buffers.expect_skips(True)
+        elif not self._loss_scale.is_absent:
+            is_absent = self._loss_scale.leave_out(plan, has_gradients=self._gradients.has_gradients())
+            # in open steps, others may scale
+            if is_absent and not self._is_one_program and not plan.is_open:
+                self._buffers.expect_skips(self._skips)
+
+    def before_update(self, step: Step, gradient: StepGradient) -> None:
+        self._flow.skips = self._skips or self._loss_scale.is_used
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:

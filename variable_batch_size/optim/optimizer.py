@@ -13,23 +13,27 @@ from torch.utils.data import DataLoader
 from variable_batch_size.checks import check_not_negative, check_positive, given_ref_batchsize
 from variable_batch_size.cores.detect import communicator_for, everyone_for
 from variable_batch_size.cores.live import LiveCores
-from variable_batch_size.cores.messages import show
-from variable_batch_size.data.cursor import Cursor, StepPlan
+from variable_batch_size.data.cursor import Cursor, RunCount, StepPlan
 from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource, source_of
 from variable_batch_size.data.shares import connect_cores
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.attachments import Attachments, Per
 from variable_batch_size.optim.buffers import Buffers
-from variable_batch_size.optim.flow import Flow, Outcome, make_meter, step_unless
+from variable_batch_size.optim.engine import StepEngine
+from variable_batch_size.optim.flow import Flow, make_meter
 from variable_batch_size.optim.forward_state import ForwardState
 from variable_batch_size.optim.gradients import make_accumulator
-from variable_batch_size.optim.gradients.accumulator import StepGradient
 from variable_batch_size.optim.gradients.buckets import BucketAccumulator
-from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
+from variable_batch_size.optim.hyperparameters import Preconditioner
 from variable_batch_size.optim.live_steps import LiveSteps, refuse_unsupported
-from variable_batch_size.optim.loop_checks import LoopChecks, refuse_direct_step, updates
-from variable_batch_size.optim.loss_scale import LossScale
+from variable_batch_size.optim.loop_checks import LoopChecks, refuse_direct_step
+from variable_batch_size.optim.loss_scale import LossScale, Unscaling
 from variable_batch_size.optim.open_step import OpenStep, refuse_options
+from variable_batch_size.optim.parts.core_clock import CoreClock
+from variable_batch_size.optim.parts.gradient_norm import GradientNorm
+from variable_batch_size.optim.parts.log_line import LogLine
+from variable_batch_size.optim.parts.part import Hooks, Part
+from variable_batch_size.optim.parts.preparation import Flush, LayerSwitch, Rounds
 from variable_batch_size.optim.policy_driver import PolicyDriver, Record
 from variable_batch_size.optim.probe import RuleLike, checked_rule
 from variable_batch_size.optim.proxy import Inner, OptimizerProxy, optimizers_of
@@ -41,7 +45,7 @@ from variable_batch_size.optim.trace_watcher import driver_for
 from variable_batch_size.optim.wrappers import Wrappers
 from variable_batch_size.rules.noise import Noise, Smoothing
 from variable_batch_size.rules.numbers import Number
-from variable_batch_size.rules.rule import Rule, Step
+from variable_batch_size.rules.rule import Rule
 from variable_batch_size.rules.transition import LRScaler
 from variable_batch_size.schedules.schedule import BaseSchedule
 
@@ -73,6 +77,13 @@ class Options(TypedDict, total=False):
 
 # not those that may differ between ranks, or are compared by themselves, such as the shapes of the model
 _COMPARED = Options.__annotations__.keys() - {"model", "log_steps", "ref_batch_size", "smoothing"}
+
+
+def checked_limit(clip_grad_norm: float | None) -> float | None:
+    """A limit of norms, which must be positive."""
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
+    return clip_grad_norm
 
 
 class CustomOptimizer(OptimizerProxy):
@@ -126,8 +137,6 @@ class CustomOptimizer(OptimizerProxy):
 
     Attributes:
         run: the position of the run, and what it has done so far (:class:`Run`).
-        gradient_norm: the norm of the latest step's mean gradient before clipping, on the device; None unless
-            :meth:`record_grad_norm` has requested it for that step.
     """
 
     # GradScaler then calls step() for every minibatch, with `grad_scale` and `found_inf` as attributes of the optimizer
@@ -164,16 +173,14 @@ class CustomOptimizer(OptimizerProxy):
         self._rule = checked_rule(rule, self.inner, model)
         ref_batchsize = given_ref_batchsize(ref_batchsize, ref_batch_size)
         check_not_negative(log_steps=log_steps)
-        if clip_grad_norm is not None and not clip_grad_norm > 0:
-            raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
-        self.ref_batchsize, self.log_steps = int(ref_batchsize), int(log_steps)
-        self.clip_grad_norm, self.exact = clip_grad_norm, exact
+        checked_limit(clip_grad_norm)
+        self.ref_batchsize, self.exact = int(ref_batchsize), exact
         seeds_by_default = exact and not sampler.schedule.is_open
         self.seeds_minibatches = seeds_by_default if seed_minibatches is None else seed_minibatches
         self._measures = measures = self._rule.measures_noise or bool(measure_noise)
         self._lr_scaler = LRScaler(self._rule, smooth_steps=smooth_steps, max_factor=max_factor)
         meter = make_meter(self._rule, smoothing, measure_noise=bool(measure_noise))
-        self._init_counters()
+        self._has_joined = False  # whether set_epoch() was called here in this pass
         self._init_wrappers(model)
         self._fingerprint = consistency.fingerprint_of(sampler, self._rule, self.inner, self.ref_batchsize)
         parts = (self._rule, self._lr_scaler, meter, self.inner, self._communicator)
@@ -206,18 +213,24 @@ class CustomOptimizer(OptimizerProxy):
             reduce_scatter_once=reduce_scatter_once,
         )
         self._init_minibatches(model, reduces_once=reduce_scatter_once)
+        self._engine = StepEngine(
+            self.run,
+            self._make_steps(),
+            self._accumulator,
+            self._flow,
+            self.inner,
+            self._communicator,
+            self._preconditioner,
+            clip_grad_norm,
+        )
+        self._parts = self._make_parts(int(log_steps))
+        self._attachments = Attachments()
+        self._bind_parts()
+        # a stream may be read in another process, and with open steps a loader need not be read
+        self._engine.watch(not isinstance(sampler, CustomSampler) or sampler.schedule.is_open)
         self._begin_epoch()
         sampler.attach(self)
         finish_checks()
-
-    def _init_counters(self) -> None:
-        self._updated: bool | torch.Tensor = False
-        self.gradient_norm: torch.Tensor | None = None
-        self._norm_every: set[int] = set()
-        self._factors: list[Number] = []  # of the latest step, once it is complete
-        self._lrs: list[Number] = []  # likewise
-        self._has_joined = False  # whether set_epoch() was called here in this pass
-        self._attachments = Attachments()
 
     def _init_wrappers(self, model: torch.nn.Module | None) -> None:
         self._wrappers = Wrappers(self.parameters(), model, self._communicator)
@@ -242,11 +255,7 @@ class CustomOptimizer(OptimizerProxy):
         self._loss_scale = LossScale(parameters, is_summed=is_summed, everyone=everyone, **how)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._seeder = MinibatchSeeder(self.seeds_minibatches, sampler, self._cursor, next(parameters()), model)
-        self._hyperparameters = StepHyperparameters(self.inner, self._communicator)
-        self._steps = self._make_steps()
-        self._checks = LoopChecks(parameters, sampler, self._accumulator, self._seeder, exact=self.exact)
-        # a stream may be read in another process, and with open steps a loader need not be read
-        self._watch(not isinstance(sampler, CustomSampler) or sampler.schedule.is_open)
+        self._checks = LoopChecks(parameters, sampler, self._accumulator, self._seeder, self.run, exact=self.exact)
         for one in optimizers_of(self.inner):
             if hasattr(one, "_optimizer_step_pre_hooks"):  # a wrapper of another library may lack them
                 one.register_step_pre_hook(partial(refuse_direct_step, weakref.ref(self)))
@@ -254,6 +263,32 @@ class CustomOptimizer(OptimizerProxy):
     def _make_forward_state(self) -> ForwardState:
         is_on = self.exact or self._communicator.num_replicas > 1 or self.sampler.is_elastic
         return ForwardState(self._wrappers, is_on=is_on, exact=self.exact, ignored=self.ignored_state)
+
+    def _make_parts(self, log_steps: int) -> list[Part]:
+        """What happens around minibatches and steps, in this order; what is attached follows."""
+        run, gradients, communicator = self.run, self._accumulator, self._communicator
+        loss_scale, buffers, schedule = self._loss_scale, self._buffers, self.sampler.schedule
+        self._gradient_norm = GradientNorm(run)
+        self._unscaling = Unscaling(loss_scale, gradients, buffers, self._flow, communicator, skips=self.skip_nonfinite)
+        layers = gradients.norm_layers
+        parts = [
+            self._unscaling,  # first: all others see gradients without a loss scale
+            self._forward_state,  # before anything else writes to the model
+            self._checks,  # before a step without gradients counts
+            self._gradient_norm,
+            None if layers is None else LayerSwitch(layers),
+            Rounds(gradients) if schedule.lockstep else None,  # before buffers are saved, as FSDP may have some
+            self._driver,  # the next steps are decided before anything asks for their plans
+            None if self._buffers.model is None else buffers,
+            CoreClock(self._cursor.shares) if self._cursor.shares is not None else None,
+            LogLine(run, self._engine.rates, log_steps) if log_steps else None,
+            Flush(communicator) if communicator.is_one_program else None,  # ends the graph, before seeds are set
+            self._seeder if self.seeds_minibatches else None,  # last: what comes before may draw random numbers
+        ]
+        return [part for part in parts if part is not None]
+
+    def _bind_parts(self) -> None:
+        self._engine.hooks = Hooks([*self._parts, *self._attachments.parts])
 
     def _make_steps(self) -> Steps:
         sampler, cursor, accumulator = self.sampler, self._cursor, self._accumulator
@@ -277,6 +312,7 @@ class CustomOptimizer(OptimizerProxy):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._bind_parts()
         self.sampler.attach(self)
 
     @overload  # type: ignore[override]
@@ -317,7 +353,7 @@ class CustomOptimizer(OptimizerProxy):
         """
         if torch.compiler.is_dynamo_compiling():  # a function that contains a whole step
             return self._step_eagerly(closure, weight=weight, loss=loss, last=last)
-        self._updated = False
+        self._engine.updated = False
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
         result = None if closure is None else self._run(closure)
@@ -326,8 +362,8 @@ class CustomOptimizer(OptimizerProxy):
         if self.sampler.num_to_run is not None and self._runs.has_reached(self.sampler.num_to_run):
             self._drop_minibatch()
             return False if closure is None else result
-        if self._forward_state.num_left:
-            self._forward_state.check(self.sampler.rank)
+        if "found_inf" in self.__dict__:  # set by a GradScaler that calls step()
+            self._unscaling.given = self.__dict__["grad_scale"], self.__dict__["found_inf"]
         plan = self._plan_minibatch(last, is_closure=closure is not None)
         is_complete = self._take_minibatch(plan, weight, result if loss is None else loss)
         return is_complete if closure is None else result
@@ -345,116 +381,20 @@ class CustomOptimizer(OptimizerProxy):
             sampler.check_run(runs)
         runs.add(sampler.num_read)
         if last is not None:
-            self._steps.end_with_next(last)
-        plan = self._steps.advance()
+            self._engine.steps.end_with_next(last)
+        plan = self._engine.steps.advance()
         if plan.num_minibatches > 1 and sampler.is_shared:
             self._checks.check_order(runs)
         return plan
 
     def _take_minibatch(self, plan: StepPlan, weight: Weight | None, loss: Any) -> bool:
         """Accumulate the gradients of a minibatch, update if it completes the step, and prepare the next one."""
-        self._factors = []
-        was_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # a function, where the public one is an object
-        try:
-            if "found_inf" in self.__dict__ or not self._loss_scale.is_absent:
-                self._unscale(plan)
-            # the sum of the weights divides the gradient: in open steps without weights, the number of minibatches
-            self._accumulator.accumulate(plan, 1.0 if weight is None and plan.is_open else weight)
-            if plan.is_padding and not plan.is_idle:
-                self._buffers.restore_before_padding()
-            if plan.is_last:
-                self._updated = self._complete_step(plan)
-                plan = self._cursor.plan
-        finally:
-            torch._C._set_grad_enabled(was_enabled)
-        if plan.is_last and self.run.has_ended:
-            self.sampler.end_run(self._runs.number)
-            self._buffers.expect_skips(True)  # of minibatches that a loader has read ahead
-            self._buffers.snapshot(True)
-        self._prepare_next()
+        plan = self._engine.minibatch(plan, weight)
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
-        if not self._attachments.is_empty:
-            self._attachments.after_minibatch(self.run, loss, is_complete=plan.is_last)
-        if self._cursor.shares is not None:
-            self._cursor.shares.begin_minibatch()
+        for after_minibatch in self._engine.hooks.after_minibatch:
+            after_minibatch(plan, loss)
         return plan.is_last
-
-    def _complete_step(self, plan: StepPlan) -> bool | torch.Tensor:
-        """Reduce and update, or skip the update; returns whether the weights changed, maybe on the device."""
-        if self._driver is not None:
-            self._driver.before_update()
-        gradient = None
-        try:
-            gradient = self._steps.reduce(plan)
-            if gradient is None:
-                return False
-            step, weight = self._rule_step(), gradient.weight
-            if not self.run.steps_made:
-                self._checks.warn_without_gradients()
-            is_recorded = self._norm_every and any((self.run.steps_done + 1) % every == 0 for every in self._norm_every)
-            self.gradient_norm = gradient.norm() if is_recorded else None
-            outcome = self._flow.scale(step, gradient, skips=self.skip_nonfinite or self._loss_scale.is_used)
-            if outcome.reason is None:
-                self._update(step, gradient, outcome)
-            else:
-                self._flow.num_skipped += 1
-                if self.sampler.rank == 0:
-                    message = "%s: %s, the update is skipped (%d so far)"
-                    logger.warning(message, str(self._cursor), outcome.reason, self._flow.num_skipped)
-        finally:
-            if gradient is not None or not self._cursor.is_accumulating:  # this core has no more to run in the step
-                self._accumulator.reset()
-        if self._buffers.is_on:
-            self._buffers.restore(plan.is_idle or outcome.reason is not None, outcome.is_skipped)
-            upcoming = self._cursor.next
-            self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
-        self.run.count(step.batch_size, weight)
-        if self._driver is not None:
-            self._driver.after_step(plan.step)
-            self._cursor.refresh()
-        else:
-            self._cursor.look_ahead()
-        if self._cursor.shares is not None:
-            self._cursor.shares.after_step(plan.step)
-        if self.log_steps and self.run.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
-            message = f"%s: batch size %d, learning rate %g, %d {self.sampler.unit} in all"
-            show(logger, message, str(self._cursor), step.batch_size, self.current_lr(), self.run.samples_done)
-        return outcome.reason is None if outcome.is_skipped is None else outcome.is_skipped.logical_not()
-
-    def _update(self, step: Step, gradient: StepGradient, outcome: Outcome) -> None:
-        """Make a step of the inner optimizer, with the settings that the rule returns."""
-        if self.clip_grad_norm is not None:
-            gradient.clip_(self.clip_grad_norm)
-        self._factors = outcome.factors
-        with self._hyperparameters.applied(self._rule, step, self._factors) as self._lrs:
-            updates.is_running = True
-            try:
-                if outcome.is_skipped is None:
-                    self.inner.step()
-                else:
-                    step_unless(outcome.is_skipped, self.inner, self._communicator)
-            finally:
-                updates.is_running = False
-        if self._preconditioner is not None:
-            self._preconditioner.refresh()
-
-    def _prepare_next(self) -> None:
-        """At the end of step() and of set_epoch(): prepare for the next minibatch."""
-        if (layers := self._accumulator.norm_layers) is not None:
-            layers.expect(self._cursor.next)
-        if self._cursor.schedule.lockstep:
-            plan = self._cursor.next or StepPlan(1)
-            self._accumulator.begin_minibatch(is_padding=plan.is_padding, is_last=plan.is_last)
-            if plan.is_padding and not plan.is_idle:
-                self._buffers.snapshot_before_padding()
-        self._communicator.flush()  # on XLA, else several minibatches would be one graph
-        if self._cursor.next is None:
-            self._accumulator.end_epoch()
-            self._watch(False)
-        if self.seeds_minibatches:
-            self._seeder.set()
 
     def _begin_first_minibatch(self, *, is_closure: bool) -> None:
         """Before the first minibatch of a pass counts."""
@@ -464,28 +404,14 @@ class CustomOptimizer(OptimizerProxy):
             self._wrappers.check_first_minibatch(self)
         self._checks.check_parameters(self._runs)
         self._attachments.check()
-        norms = [f"the gradient norm every {every} steps" for every in sorted(self._norm_every)]
+        for before_first in self._engine.hooks.before_first_minibatch:
+            before_first()
         # cores that have begun different numbers of passes would not share what they read
         passes = [f"pass {self.sampler.num_passes} over the loader"] if self._cursor.schedule.is_open else []
-        self._accumulator.attached = ", ".join([*self._attachments.names, *norms, *passes])
-        self._watch(True)
+        names = [name for part in self._parts for name in part.names]
+        self._accumulator.attached = ", ".join([*self._attachments.names, *names, *passes])
+        self._engine.watch(True)
         self._accumulator.is_one_of_several = self.sampler.is_shared
-        self._loss_scale.reset()
-
-    def _unscale(self, plan: StepPlan) -> None:
-        """Divide the gradients of the minibatch by the scale of the GradScaler, if one has called :meth:`step`."""
-        is_one_program, is_open = self._communicator.is_one_program, self._cursor.schedule.is_open
-        if "found_inf" not in self.__dict__:
-            self._loss_scale.leave_out(plan, has_gradients=self._accumulator.has_gradients())
-            if self._loss_scale.is_absent and not is_one_program and not is_open:  # there, others may scale
-                self._buffers.expect_skips(self.skip_nonfinite)
-            return
-        if is_one_program and not self.skip_nonfinite:
-            raise RuntimeError("GradScaler on XLA needs an optimizer with `skip_nonfinite=True`")
-        scale, found_inf = self.__dict__["grad_scale"], self.__dict__["found_inf"]
-        self._accumulator.inverse_scale = self._loss_scale.unscale_(plan, scale, found_inf)
-        if not is_one_program:
-            self._buffers.expect_skips(True)
 
     def _run(self, closure: Any) -> Any:
         if not callable(closure):
@@ -518,14 +444,14 @@ class CustomOptimizer(OptimizerProxy):
     _end_step_eagerly: Any = torch._disable_dynamo(end_step)  # type: ignore[attr-defined]
 
     def _end_step(self) -> bool:
-        self._steps.end()
-        self._updated = False
+        self._engine.steps.end()
+        self._engine.updated = False
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
         return self._take_minibatch(self._plan_minibatch(None, is_closure=False), None, 0.0)
 
     def _end_open_epoch(self) -> None:
-        self._steps.end_epoch(self._end_step)
+        self._engine.steps.end_epoch(self._end_step)
 
     def minibatches(self, own: Iterable[Data], padding: Data | None = None) -> Iterator[Data]:
         """Yield this core's minibatches of an open step, and end the step.
@@ -542,7 +468,7 @@ class CustomOptimizer(OptimizerProxy):
             own: the minibatches, of any number, which may be 0.
             padding: what a core without any runs in lockstep; it must be given there.
         """
-        yield from self._steps.minibatches(own, padding, self, self._prepare_next)
+        yield from self._engine.steps.minibatches(own, padding, self, self._engine.prepare)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Start an epoch, together with the sampler. Call it before each pass over the loader, here or on the sampler.
@@ -571,48 +497,36 @@ class CustomOptimizer(OptimizerProxy):
         cursor.schedule = sampler.schedule
         cursor.move(sampler.epoch, sampler.first_step)
         self._has_joined = False
-        self._steps.follow()
+        self._engine.steps.follow()
         self._begin_epoch()
-        self._watch(True)
+        self._engine.watch(True)
 
     def _follow_reassigned(self) -> None:
         """Continue with the minibatches of another rank, after cores have joined or left."""
-        self._runs = self.sampler.new_count()
+        self.run.begin_pass()
         self._buffers.expect_skips(self.skip_nonfinite or not self._loss_scale.is_absent)
         if not self._cursor.is_accumulating:  # otherwise there is one from before the step
             upcoming = self._cursor.next
             self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
-        self._prepare_next()
+        self._engine.prepare()
 
     def _settle(self) -> None:
-        self._steps.settle()
-
-    def _watch(self, is_on: bool) -> None:
-        """Add or remove the hooks on the model, which are needed only in a pass."""
-        self._buffers.watch(is_on)
-        self._seeder.watch(is_on)
-        self._forward_state.watch(is_on)
+        self._engine.steps.settle()
 
     def _on_request(self, is_first: bool) -> None:
         if is_first:
-            self._watch(True)
-        self._forward_state.on_request()
+            self._engine.watch(True)
         is_run_next = self._runs.number < self.sampler.num_read and not self.sampler.is_read_ahead
-        if is_run_next and not self._cursor.is_accumulating and not self._communicator.is_one_program:
-            self._buffers.expect_changes()
-        self._seeder.on_request(is_first, is_run_next=is_run_next)
+        for on_request in self._engine.hooks.on_request:
+            on_request(is_first=is_first, is_run_next=is_run_next)
 
     def _begin_epoch(self) -> None:
-        self._runs = self.sampler.new_count()
-        self._accumulator.begin_epoch(self._cursor.epoch)
-        self._loss_scale.reset()
-        self._attachments.begin_pass(self.run)
-        self._factors = []
-        self._forward_state.begin_pass()
-        if not self._communicator.is_one_program:
-            self._buffers.expect_skips(True)  # until the first minibatch shows whether a GradScaler is in use
-        self._buffers.snapshot(self._cursor.plan.is_idle)
-        self._prepare_next()
+        self.run.begin_pass()
+        self._engine.begin_pass()
+
+    @property
+    def _runs(self) -> RunCount:
+        return self.run.minibatches
 
     def attach(self, *parts: Any, per: Per = "update", every: float | None = None) -> None:
         """Step schedulers, a log and a checkpoint after each minibatch, and save schedulers with this optimizer.
@@ -639,6 +553,7 @@ class CustomOptimizer(OptimizerProxy):
         """
         for part in parts:
             self._attachments.add(part, self, self.run, per=per, every=every)
+        self._bind_parts()
 
     def epochs(
         self,
@@ -670,7 +585,7 @@ class CustomOptimizer(OptimizerProxy):
         Raises:
             ValueError: at the start, if the trace holds fewer epochs.
         """
-        self._steps.join()
+        self._engine.steps.join()
         return self._attachments.epochs(self.run, num_epochs, Limit(progress, samples, tokens))
 
     def set_schedule(self, schedule: BaseSchedule) -> None:
@@ -745,34 +660,11 @@ class CustomOptimizer(OptimizerProxy):
 
     def current_lr(self, group: int = 0) -> float:
         """The learning rate, scaled by the rule, of a parameter group in the step of the latest minibatch."""
-        if group < len(self._factors):
-            return float(self._lrs[group])  # at the update: a scheduler may have stepped since
-        settings = self.rule.rule_for_group(group)[0].merged_settings
-        return float(settings(self.param_groups[group], self._rule_step(), self.factor(group))["lr"])
+        return self._engine.rates.lr(self._engine.rule_step(), group)
 
     def factor(self, group: int = 0) -> float:
         """What the learning rate is multiplied by in that step."""
-        if group < len(self._factors):  # the step is complete, and the group was not added since
-            return float(self._factors[group])
-        self._flow.settle()
-        return float(self._lr_scaler.preview(self._rule_step(), group))
-
-    def _rule_step(self) -> Step:
-        plan, schedule = self._cursor.plan, self._cursor.schedule
-        size, of_one = plan.batch_size, plan.batch_size // plan.num_minibatches
-        if not size:  # in an open step that is not complete, that of the step before
-            size = schedule.batch_size(plan.step - 1) if plan.step else self.ref_batchsize
-            of_one = schedule.minibatch_size
-        totals, layers = self._accumulator.totals, self._accumulator.norm_layers
-        is_drawn = totals is None or totals.read == totals.own  # whether all samples come from the loader
-        return Step(
-            size,
-            of_one,
-            self.ref_batchsize,
-            self.run.steps_done,
-            population=self._population if is_drawn else None,
-            samples_every=1 if layers is None else layers.every,
-        )
+        return self._engine.rates.factor(self._engine.rule_step(), group)
 
     @property
     def rule(self) -> Rule:
@@ -783,7 +675,7 @@ class CustomOptimizer(OptimizerProxy):
     @property
     def updated(self) -> bool:
         """Whether the latest call of ``step()`` changed the weights; waits for the device if that decides it."""
-        return bool(self._updated)
+        return bool(self._engine.updated)
 
     @property
     def steps_skipped(self) -> int:
@@ -813,7 +705,7 @@ class CustomOptimizer(OptimizerProxy):
             batch_size: of any step; of the step of the latest minibatch if None.
             group: a parameter group; all together if None.
         """
-        size = self._rule_step().batch_size if batch_size is None else batch_size
+        size = self._engine.rule_step().batch_size if batch_size is None else batch_size
         return float(self._flow.noise_meter().gain(size, self.ref_batchsize, group))
 
     @property
@@ -845,7 +737,7 @@ class CustomOptimizer(OptimizerProxy):
     def report(self) -> dict[str, float]:
         """What the rule, the noise meter and the policy report to a log about the latest step."""
         self._flow.settle()
-        step = self._rule_step()
+        step = self._engine.rule_step()
         times = self._driver.report() if self._driver is not None else {}
         own = {} if self._flow.meter is None else self._flow.meter.report(step)
         return {**own, **self._rule.report(step), **times}
@@ -853,15 +745,32 @@ class CustomOptimizer(OptimizerProxy):
     def record_grad_norm(self, *, every: int) -> None:
         """From now on, leave the norm of every N-th step's mean gradient in `gradient_norm`; several N add up."""
         check_positive(every=every)
-        self._norm_every.add(every)
+        self._gradient_norm.every.add(every)
 
-    def state_of_logs(self) -> list[dict[str, Any]]:
-        """The state of the logs that are attached, for a checkpoint. Every core must call it."""
-        return self._attachments.state_of_logs()
+    @property
+    def gradient_norm(self) -> torch.Tensor | None:
+        """The norm of the latest step's mean gradient before clipping, on the device.
 
-    def load_state_of_logs(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Load the result of :meth:`state_of_logs`; a log may be attached after that."""
-        self._attachments.load_state_of_logs(saved)
+        None unless :meth:`record_grad_norm` has requested it for that step.
+        """
+        return self._gradient_norm.latest
+
+    @property
+    def clip_grad_norm(self) -> float | None:
+        """The largest norm of a step's mean gradient; it may be changed between two steps."""
+        return self._engine.clip_grad_norm
+
+    @clip_grad_norm.setter
+    def clip_grad_norm(self, value: float | None) -> None:
+        self._engine.clip_grad_norm = checked_limit(value)
+
+    def state_of_parts(self) -> list[dict[str, Any]]:
+        """The state of the parts that are attached, for a checkpoint. Every core must call it."""
+        return self._attachments.state_of_parts()
+
+    def load_state_of_parts(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Load the result of :meth:`state_of_parts`; a part may be attached after that."""
+        self._attachments.load_state_of_parts(saved)
 
     def on_decision(self, listener: Callable[[Record], Any]) -> None:
         """Call a function with the record of every decision of the policy, if the schedule has one."""
@@ -923,7 +832,7 @@ class CustomOptimizer(OptimizerProxy):
             "samples_done": self.run.samples_done,
             "steps_skipped": self.steps_skipped,
             **({} if self._driver is None else {self._driver.state_key: self._driver.state_dict()}),
-            **self._steps.state_dict(),
+            **self._engine.steps.state_dict(),
             "rule": self._rule.state_dict(),
             **({"late_progress": self._flow.late_progress} if self._flow.way == "on the device" else {}),
             **self._lr_scaler.state_dict(),
@@ -964,7 +873,7 @@ class CustomOptimizer(OptimizerProxy):
         self._flow.num_skipped = own["steps_skipped"]
         if self._driver is not None:
             self._driver.load_state_dict(own.get(self._driver.state_key))
-        self._steps.load_state_dict(own)
+        self._engine.steps.load_state_dict(own)
         self._attachments.load_state_dict(own.get("schedulers", ()), self.param_groups)
         self._accumulator.forget_digest()
         if own["epoch_step"] < len(self.sampler.schedule.steps(own["epoch"])):

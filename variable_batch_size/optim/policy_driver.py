@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from variable_batch_size.cores import devices
+from variable_batch_size.data.cursor import StepPlan
+from variable_batch_size.optim.flow import Outcome
+from variable_batch_size.optim.parts.part import Part
 from variable_batch_size.optim.run import Run
 from variable_batch_size.policies.hints import Hints, hints_of
 from variable_batch_size.policies.policy import Decision, Situation, depth_of
 from variable_batch_size.policies.timing import PolicyTiming, Times
+from variable_batch_size.rules.rule import Step
 from variable_batch_size.schedules.policy_schedule import PolicySchedule
 from variable_batch_size.schedules.schedule import Integers
 
@@ -29,7 +33,7 @@ def agree(run: Run, numbers: Sequence[int] | Integers) -> list[int]:
     return total
 
 
-class PolicyDriver:
+class PolicyDriver(Part):
     """Times the steps of a run, and appends the decisions of the policy to its schedule.
 
     The first batch size is decided by every rank from the same numbers. From then on rank 0 decides, and the ranks sum
@@ -61,12 +65,11 @@ class PolicyDriver:
         if self.latest is not None:
             listener(self.latest)
 
-    def before_update(self) -> None:
-        """Call it when all minibatches of the step have run."""
+    def before_reduce(self, plan: StepPlan) -> None:
         self._began_update = self.clock() if self._times_updates else None
 
-    def after_step(self, step: int) -> None:
-        """Record a step, by its number in the run, and decide if it is time. Every rank must call it."""
+    def after_step(self, plan: StepPlan, step: Step, outcome: Outcome) -> None:
+        """Record a step, and decide if it is time."""
         schedule, num_passes = self._schedule, self._run.sampler.num_passes
         now = self.clock()
         seconds = None if self._began is None else now - self._began
@@ -77,13 +80,14 @@ class PolicyDriver:
             seconds = seconds if self._num_in_pass == 1 else None
             self._pass, self._num_in_pass = num_passes, 0
         self._num_in_pass += 1
-        size = schedule.batch_size(step)
+        size = schedule.batch_size(plan.step)
         depth = depth_of(size, schedule.minibatch_size, schedule.num_replicas)
         self._timing.note_steps(size, schedule.num_replicas, seconds, depth=depth, overhead=overhead)
-        schedule.note_done(step)
+        schedule.note_done(plan.step)
         if self._timing.num_rows(schedule.num_ahead):
             self._decide()
         self._began = self.clock()
+        self._run.cursor.refresh()
 
     def report(self) -> dict[str, float]:
         """The measured times, for a log."""

@@ -11,7 +11,7 @@ import torch
 from variable_batch_size.checks import check_not_negative, check_positive_number
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
-from variable_batch_size.data.cursor import Cursor
+from variable_batch_size.data.cursor import Cursor, RunCount
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.flow import Flow
 from variable_batch_size.optim.token_weights import TokenWeights
@@ -66,6 +66,8 @@ class Run:
         steps_made: steps with this object, whatever state was loaded in between.
         limit: within epochs() that have one.
         num_epochs: likewise.
+        minibatches: how many of the pass have run.
+        is_over: whether the run has reached its limit in this pass.
         restart_seconds: to save and to resume, measured by a checkpoint.
     """
 
@@ -85,6 +87,12 @@ class Run:
         self.limit: Limit | None = None
         self.num_epochs: int | None = None
         self.restart_seconds: float | None = None
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """Count the minibatches of another pass over the loader."""
+        self.minibatches: RunCount = self.sampler.new_count()
+        self.is_over = False
 
     @property
     def epoch(self) -> int:
@@ -139,6 +147,8 @@ class Run:
 
     def count(self, samples: int, weight: Number | None) -> None:
         """Count a step that is complete."""
+        if not self.sampler.schedule.is_live:  # otherwise the next one may change
+            self.cursor.look_ahead()
         self.steps_done += 1
         self.steps_made += 1
         self.samples_done += samples
@@ -161,6 +171,12 @@ class Run:
     def has_ended(self) -> bool:
         """Whether the run has reached its limit, if it has one."""
         return self.limit is not None and self.is_at(self.limit)
+
+    def end_if_due(self) -> None:
+        """After a step: if the run has reached its limit, let the loader have no more minibatches."""
+        if self.has_ended:
+            self.is_over = True
+            self.sampler.end_run(self.minibatches.number)
 
     @contextmanager
     def limited(self, limit: Limit, num_epochs: int | None) -> Iterator[None]:

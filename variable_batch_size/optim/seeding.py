@@ -11,9 +11,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from variable_batch_size.cores import devices
-from variable_batch_size.data.cursor import Cursor
+from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.module_hooks import add_hook
+from variable_batch_size.optim.parts.part import Part
 from variable_batch_size.schedules.schedule import require_equal_minibatches
 
 
@@ -24,7 +25,7 @@ class _Generators:
     requested: ClassVar = weakref.WeakSet[MinibatchSource]()
 
 
-class MinibatchSeeder:
+class MinibatchSeeder(Part):
     """Seeds the random generators of a rank before each minibatch, from the seed, the epoch and the minibatch's number.
 
     So the random numbers of a minibatch are the same on any number of ranks, after a resume, and in a replay.
@@ -61,6 +62,9 @@ class MinibatchSeeder:
             _Generators.requested.clear()
             self._set()
 
+    def before_minibatch(self, upcoming: StepPlan | None) -> None:
+        self.set()
+
     def _set(self) -> None:
         self._of_loop, self._of_model = self._seeds()
         if not self._is_xla:
@@ -70,8 +74,7 @@ class MinibatchSeeder:
         devices.set_random_seed(self._of_loop, self._device)
         self.has_run = self._was_evaluated = False
 
-    def on_request(self, is_first: bool, *, is_run_next: bool = True) -> None:
-        """When a minibatch is requested, the first of a pass or a later one, and whether it is run before others."""
+    def on_request(self, *, is_first: bool, is_run_next: bool = True) -> None:
         if not self._is_on:
             return
         is_run_next = is_run_next and not self._is_xla

@@ -6,14 +6,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from variable_batch_size.data.cursor import StepPlan
+from variable_batch_size.optim.flow import Outcome
+from variable_batch_size.optim.parts.part import Part
 from variable_batch_size.optim.policy_driver import PolicyDriver, Record, agree
 from variable_batch_size.optim.run import Run
+from variable_batch_size.rules.rule import Step
 from variable_batch_size.schedules.policy_schedule import PolicySchedule
 from variable_batch_size.schedules.schedule import BaseSchedule, Integers
 from variable_batch_size.schedules.watched import WatchedSchedule
 
 
-class TraceWatcher:
+class TraceWatcher(Part):
     """Lets rank 0 look at the file every so many steps, and all ranks replace their rows with those that it has found.
 
     The ranks sum one integer to agree that nothing has changed, and otherwise the rows. What each rank has read at the
@@ -35,18 +39,16 @@ class TraceWatcher:
         assert isinstance(schedule, WatchedSchedule)
         return schedule
 
-    def before_update(self) -> None:
-        """Nothing is timed."""
-
-    def after_step(self, step: int) -> None:
-        """Look at the file if it is time, after a step, by its number in the run. Every rank must call it."""
-        schedule = self._schedule
-        if schedule.num_fixed - (step + 1) > schedule.watched.lead:
+    def after_step(self, plan: StepPlan, step: Step, outcome: Outcome) -> None:
+        """Look at the file if it is time."""
+        schedule, num_done = self._schedule, plan.step + 1
+        if schedule.num_fixed - num_done > schedule.watched.lead:
             if self._file is not None:
                 self._file.look()
-            return
-        self._replace(None if self._file is None else schedule.edited(self._file, step + 1), schedule)
-        schedule.fix_after(step + 1)
+        else:
+            self._replace(None if self._file is None else schedule.edited(self._file, num_done), schedule)
+            schedule.fix_after(num_done)
+        self._run.cursor.refresh()
 
     def _replace(self, rows: Integers | None, schedule: WatchedSchedule, *, is_first: bool = False) -> None:
         """Replace the rows on all ranks with those of rank 0, if it has any; at first all of them."""

@@ -75,6 +75,7 @@ class Wrappers:
     Attributes:
         parameters: those of the optimizer.
         model: what the user passed.
+        communicator: of the cores.
         ddp: the DistributedDataParallel modules that were found.
         fsdp: the modules of fully_shard, the outermost first.
         has_sync_batch_norm: whether a SyncBatchNorm was found.
@@ -82,7 +83,7 @@ class Wrappers:
 
     def __init__(self, parameters: Iterable[torch.Tensor], model: Module | None, communicator: Communicator) -> None:
         self.parameters: list[torch.Tensor] = []
-        self.model, self._communicator = model, communicator
+        self.model, self.communicator = model, communicator
         self.ddp: list[DistributedDataParallel] = []
         self.fsdp: list[Any] = []
         self.has_sync_batch_norm = False
@@ -190,7 +191,7 @@ class Wrappers:
 
     def disable_ddp_allreduce(self) -> None:
         """Switch off DDP's all-reduce, which is wrong or hangs if ranks have different numbers of minibatches."""
-        is_alone = self._communicator.num_replicas == 1
+        is_alone = self.communicator.num_replicas == 1
         for ddp in self.ddp[self._num_disabled :]:
             if ddp.static_graph and not is_alone:
                 kind = "DistributedDataParallel(static_graph=True)"
@@ -228,7 +229,7 @@ class Wrappers:
             problem = "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model"
             advice = "apply it first, then make the optimizer from model.parameters(), before the model runs"
             raise RuntimeError(f"{problem}: {advice}")
-        is_several = is_running() and self._communicator.num_replicas > 1
+        is_several = is_running() and self.communicator.num_replicas > 1
         if is_several and not self._watches_optimizers and self._left_out():
             handle = register_optimizer_step_pre_hook(_weak(self._check_other_optimizer))
             weakref.finalize(self, handle.remove)

@@ -17,10 +17,13 @@ from variable_batch_size.cores import devices, signals
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.cores.messages import show
+from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.files import DECISIONS, EXECUTED, RUN, write_json, write_text
+from variable_batch_size.optim.attachments import EpochLoop
 from variable_batch_size.optim.consistency import Changes, changes, differences, in_words
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
+from variable_batch_size.optim.proxy import OptimizerProxy
 from variable_batch_size.optim.run import Limit
 from variable_batch_size.policies.hints import HINTS
 from variable_batch_size.policies.policy import depth_of, settings_of
@@ -109,7 +112,7 @@ class RankCoordinator:
             return self._communicator.total(tensor.to(self._device))
 
 
-class Checkpoint:
+class Checkpoint(EpochLoop):
     """Saves a run periodically; when constructed, resumes from the newest checkpoint in its directory.
 
         checkpoint = vbs.Checkpoint("runs/a", model=model, optimizer=optimizer, every_seconds=600)
@@ -280,7 +283,7 @@ class Checkpoint:
         if signal.stop_requested:
             self._stop()
 
-    def on_attach(self, optimizer: CustomOptimizer) -> None:
+    def on_attach(self, optimizer: OptimizerProxy) -> None:
         """Called by :meth:`CustomOptimizer.attach`."""
         if optimizer is not self._optimizer:
             raise ValueError("the checkpoint belongs to another optimizer: attach it there")
@@ -295,7 +298,7 @@ class Checkpoint:
                 kind = type(one).__name__
                 raise ValueError(f"a checkpoint with {kind} in `schedulers`, which is not attached, {_SAVES_EARLY}")
 
-    def on_minibatch(self, loss: Any) -> None:
+    def after_minibatch(self, plan: StepPlan, loss: Any) -> None:
         """Called by the optimizer to which the checkpoint is attached."""
         self.step()
 
@@ -322,7 +325,7 @@ class Checkpoint:
             "changes": self._changes,
             "random": random,
             "metrics": [metrics.read() for metrics in self._metrics],
-            "logs": self._optimizer.state_of_logs(),
+            "parts": self._optimizer.state_of_parts(),
         }
         self._take_shares(past.num_rows)
         self._store.save(state, when_done=lambda: self._append_rows(steps_of_epochs, past.num_rows))
@@ -523,7 +526,7 @@ class Checkpoint:
         load_schedulers(self._schedulers, state["schedulers"])
         for metrics, sums in zip(self._metrics, state["metrics"], strict=True):
             metrics.restore(sums)
-        self._optimizer.load_state_of_logs(state.get("logs", ()))  # an earlier version saved none
+        self._optimizer.load_state_of_parts(state["parts"])
         self._epoch, self._first_step, self._steps_of_epochs = position
         self._changes = [(steps, changed) for steps, changed in state["changes"]]
         rank, changed = self._communicator.rank, changes(state["run"], self._fingerprint)

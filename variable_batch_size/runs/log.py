@@ -13,7 +13,10 @@ from variable_batch_size.checks import check_positive
 from variable_batch_size.cores import live, xla
 from variable_batch_size.cores.detect import communicator_for, device_for_sums, everyone_for
 from variable_batch_size.data import evaluation
+from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.parts.part import Part
+from variable_batch_size.optim.proxy import OptimizerProxy
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +95,7 @@ Record = dict[str, Any]
 _LOSSES_AT_ONCE = 32
 
 
-class Log(AbstractContextManager["Log"]):
+class Log(Part, AbstractContextManager["Log"]):
     """Passes a record of the run, a dictionary, to every sink on core 0 every N steps.
 
         log = vbs.Log(optimizer, every=50, to=[vbs.JsonLines("runs/a/log.jsonl"), vbs.TensorBoard("runs/a")])
@@ -177,13 +180,13 @@ class Log(AbstractContextManager["Log"]):
         if optimizer.steps_done % self.every == 0:
             self._write_step()
 
-    def on_attach(self, optimizer: CustomOptimizer) -> None:
+    def on_attach(self, optimizer: OptimizerProxy) -> None:
         """Called by :meth:`CustomOptimizer.attach`."""
         if optimizer is not self._optimizer:
             raise ValueError("the log belongs to another optimizer: attach it there")
         self._is_attached = True
 
-    def on_minibatch(self, loss: torch.Tensor | float | None) -> None:
+    def after_minibatch(self, plan: StepPlan, loss: torch.Tensor | float | None) -> None:
         """Called by the optimizer to which the log is attached."""
         if loss is None:
             raise ValueError("`loss` must be passed if a log is attached: optimizer.step(loss=loss)")
