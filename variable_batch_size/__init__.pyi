@@ -17,6 +17,7 @@ from .lab import planning as planning  # its Python interface may change, as tha
 from .lab.comparison.workload import Workload as Workload
 from .optim.buffers import share_buffers as share_buffers
 from .optim.optimizer import CustomOptimizer as CustomOptimizer
+from .optim.parts.part import Part as Part
 from .optim.rule_optimizers import AdamRuleOptimizer as AdamRuleOptimizer
 from .optim.rule_optimizers import AdamScaleOptimizer as AdamScaleOptimizer
 from .optim.rule_optimizers import AdaScaleOptimizer as AdaScaleOptimizer
