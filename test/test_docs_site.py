@@ -163,6 +163,7 @@ WITH_WIDE_TABLES = {
     "benchmarks",
     "cluster",
     "long-tests",
+    "reproduced",
     "token-budgets",
 }  # of numbers, on a phone: they scroll by themselves
 # once the page has the width of the screen: the width of what it shows, and the right end of its tables

@@ -616,7 +616,7 @@ def test_log_steps_sets_the_interval(caplog):
     caplog.set_level(logging.INFO, logger="variable_batch_size")
     model, sampler, optimizer = make([64, 96, 32, 128, 160], log_steps=2)
     run_epoch(model, sampler, optimizer)
-    lines = [record.getMessage() for record in caplog.records if record.name.endswith("optimizer")]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("log_line")]
     assert lines == [
         "epoch 0, step 2/5: batch size 96, learning rate 0.075, 160 samples in all",
         "epoch 0, step 4/5: batch size 128, learning rate 0.1, 320 samples in all",
