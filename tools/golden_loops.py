@@ -753,7 +753,8 @@ def _run_session(recorder: Recorder, session: Session, epochs: Iterator[int], x:
                 loss = mean_loss(model, x[numbers], y[numbers])
                 loss.backward()
                 recorder.step(numbers, loss)
-                if optimizer.steps_done == session.until and not session.stops:
+                # in the middle of a step, cores with fewer minibatches would already wait for the others
+                if optimizer.steps_done == session.until and not session.stops and not optimizer.is_accumulating:
                     return
 
 
@@ -1291,6 +1292,7 @@ def lost_core(recorder: Recorder, *, num_workers: int = 0, joins: bool = False) 
     options: Any = {"rule": "adascale", "ref_batchsize": REF_BATCHSIZE, "model": model, "exact": joins}
     optimizer = vbs.Optimizer(inner, loader, **options)
     if is_added:
+        optimizer.record_grad_norm(every=1)  # as the others do
         (folder / "joins").touch()
     epochs = optimizer.epochs(6)
     first_rank = loader.sampler.rank

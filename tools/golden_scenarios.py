@@ -458,8 +458,9 @@ FRONT_DOOR = {
         ],
     ),
     "schedulers that end": _of(front_door, attach=[schedule("update", kind="OneCycleLR")], inner=_sgd_of()),
-    "epochs left early": _of(
+    "epochs left early": _of(  # in the middle of a step, where a core with fewer minibatches would wait for others
         front_door,
+        (0,),
         loader=CYCLE,
         leaves_after=(2, 7),
         leaves_within=(4,),
