@@ -516,6 +516,9 @@ class Run:
             if not is_skipped:
                 losses = {k: (v * tokens).sum() if program.is_weighted else v.mean() for k, v in found.items()}
                 self._run_backward(losses)
+            elif program.style == "zero_grad":  # gradients of the other model's loss, which ran through this one
+                for side in some:
+                    optimizers[side].zero_grad()
             for side in some:
                 optimizers[side].step(**weight)
 
