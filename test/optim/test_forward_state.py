@@ -5,6 +5,7 @@ import gc
 import pytest
 import stateful_runs
 import torch
+import torchmetrics
 from stateful_runs import CHANGING, Counting, CountingBuffer, Layer, train
 from torch import nn
 from torch._dynamo.utils import counters
@@ -204,8 +205,6 @@ def test_an_update_of_another_optimizer_is_no_change_by_a_forward_pass():
 
 
 def test_a_metric_in_the_model_has_no_influence():
-    torchmetrics = pytest.importorskip("torchmetrics")
-
     class Measured(Layer):
         def __init__(self):
             super().__init__()

@@ -176,7 +176,8 @@ class Attachments:
     @property
     def names(self) -> list[str]:
         """What is attached, in words."""
-        return [*map(str, self._followers.all), *(type(part).__name__ for part in self._parts)]
+        of_parts = [name for part in self._parts for name in (type(part).__name__, *part.names)]
+        return [*map(str, self._followers.all), *of_parts]
 
     def epochs(self, run: Run, num_epochs: int | None, limit: Limit) -> Iterator[int]:
         """The remaining epochs of a run: those of the checkpoint, if there is one."""

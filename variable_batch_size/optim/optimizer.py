@@ -187,6 +187,7 @@ class CustomOptimizer(OptimizerProxy):
         self._flow = Flow(*parts, is_read=skip_nonfinite is True)
         self.run = Run(sampler, self.parameters, self._flow, self.ref_batchsize)
         self.skip_nonfinite = self._flow.skips_by_default if skip_nonfinite is None else skip_nonfinite
+        self._flow.skips = self.skip_nonfinite
         self._init_position()
         refuse_options(options, sampler, self._rule, self._communicator)
         self.ignored_state = sorted([ignored_state] if isinstance(ignored_state, str) else ignored_state)
@@ -362,9 +363,9 @@ class CustomOptimizer(OptimizerProxy):
         if self.sampler.num_to_run is not None and self._runs.has_reached(self.sampler.num_to_run):
             self._drop_minibatch()
             return False if closure is None else result
+        plan = self._plan_minibatch(last, is_closure=closure is not None)
         if "found_inf" in self.__dict__:  # set by a GradScaler that calls step()
             self._unscaling.given = self.__dict__["grad_scale"], self.__dict__["found_inf"]
-        plan = self._plan_minibatch(last, is_closure=closure is not None)
         is_complete = self._take_minibatch(plan, weight, result if loss is None else loss)
         return is_complete if closure is None else result
 
@@ -553,7 +554,7 @@ class CustomOptimizer(OptimizerProxy):
         """
         for part in parts:
             self._attachments.add(part, self, self.run, per=per, every=every)
-        self._bind_parts()
+            self._bind_parts()
 
     def epochs(
         self,

@@ -102,6 +102,25 @@ def test_what_is_not_overridden_is_not_called():
     assert [len(getattr(hooks, name)) for name in NAMES] == [0, 0, 0, 1, 0, 0]
 
 
+def test_a_part_is_called_although_the_next_one_was_refused():
+    weight, loader, optimizer = make()
+    found = []
+    with pytest.raises(ValueError, match=r"^attach\("):
+        optimizer.attach(Noting(found), print)
+    train(weight, loader, optimizer)
+    assert ("after_minibatch", True, 0.0) in found
+
+
+def test_what_a_part_names_is_compared_between_cores():
+    class Named(vbs.Part):
+        names = ("every 100 steps",)
+
+    weight, loader, optimizer = make()
+    optimizer.attach(Named())
+    train(weight, loader, optimizer)
+    assert optimizer._accumulator.attached == "Named, every 100 steps"
+
+
 def test_the_state_of_a_part_is_resumed_with_the_checkpoint_that_is_attached(tmp_path):
     for number, expected in enumerate((4, 6)):  # the last row holds in the second epoch
         weight, loader, optimizer = make()

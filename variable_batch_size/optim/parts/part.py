@@ -24,8 +24,8 @@ class Part:
 
         optimizer.attach(Evaluation())
 
-    Override what is needed: other methods are not called. All are called with gradients switched off, on every core, in
-    this order; a core that is idle in a step has it, too, with padding.
+    Override what is needed: other methods are not called. They are called on every core, in this order; a core that is
+    idle in a step has it, too, with padding. From `after_backward` to `after_step`, gradients are switched off.
     """
 
     @property
